@@ -100,9 +100,7 @@ def compose(
         composed = []
         for choice in product(*values):
             expanded = [part for word in choice for part in _expanded(word)]
-            chosen = tuple(
-                word.text for word in expanded if (word.key in groups and not _model_draft(word)) or word.is_for_hydra
-            )
+            chosen = tuple(word.text for word in expanded if word.key in groups or word.is_for_hydra)
             last = frozenset({text.partition("=")[0]: text for text in chosen}.values())
             if last not in options:
                 of_hydra = any(word.is_for_hydra for word in expanded)
@@ -189,15 +187,12 @@ def _expanded(word: _Word) -> list[_Word]:
 
 def _composed(config: DictConfig, words: Sequence[_Word], chosen: Sequence[str], problems: list[str]) -> Composed:
     """Set values that the words give beyond the chosen options, and note in `problems` words that cannot be set."""
-    last_draft = next((word for word in reversed(words) if word.key == "draft"), None)
-    if last_draft and (name := _model_draft(last_draft)):
-        config.draft = _structured_draft(name)
     keys, settings, explicit = frozenset(keys_of(config)), [], []
     for word in words:
         if word.is_for_hydra:
             continue
         key = word.key
-        if word.text not in chosen and not _model_draft(word):
+        if word.text not in chosen:
             of_task = f"task.{key.removeprefix(f'{config.task.name}.')}"
             key = of_task if key not in keys and of_task in keys else key
             problems += _set(config, key, word, keys)
@@ -211,19 +206,6 @@ def _composed(config: DictConfig, words: Sequence[_Word], chosen: Sequence[str],
             launcher = OmegaConf.to_object(config.hydra.launcher)
             del config["hydra"]
     return Composed(settings=tuple(settings), explicit=frozenset(explicit), config=config, launcher=launcher)
-
-
-def _model_draft(word: _Word) -> str | None:
-    """The model of the catalogue that a word chooses as the draft, without Hydra, which takes 0.3 s for each."""
-    name = str(word.override.value()) if word.key == "draft" and word.override else ""
-    return name if name in catalogue.names("model") and not catalogue.find("draft", name) else None
-
-
-def _structured_draft(name: str) -> DictConfig:
-    draft: DictConfig = OmegaConf.structured(
-        drafters()[MODEL_DRAFT].settings(kind=MODEL_DRAFT, model=catalogue.load(name))
-    )
-    return draft
 
 
 def keys_of(config: DictConfig) -> set[str]:
@@ -337,7 +319,10 @@ def _check_groups(part: object, prefix: str = "") -> None:
 def _default_draft(config: DictConfig, explicit: frozenset[str]) -> DictConfig:
     """The default draft of the target's entry, with the user's settings applied."""
     name = config.model.default_draft
-    draft: DictConfig = _structured_draft(name) if name else OmegaConf.structured(DrafterConfig(kind=schema.NO_DRAFT))
+    kind = DrafterConfig(kind=schema.NO_DRAFT)
+    if name:
+        kind = drafters()[MODEL_DRAFT].settings(kind=MODEL_DRAFT, model=catalogue.load(name))
+    draft: DictConfig = OmegaConf.structured(kind)
     for key in explicit:
         if name and key.startswith("draft."):
             OmegaConf.update(draft, key.removeprefix("draft."), OmegaConf.select(config, key))

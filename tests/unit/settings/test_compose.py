@@ -70,6 +70,14 @@ def test_the_last_draft_of_several_holds_in_every_call(words: tuple[str, ...], k
     assert first_one == compose(["model=65B", *words])[0].config
 
 
+def test_values_of_an_experiment_hold_for_a_draft_that_a_word_names(own_conf: OwnConf) -> None:
+    own_conf("experiment/mine.yaml", "# @package _global_\ndraft:\n  model:\n    quantization: int8\n")
+    for words in (["draft=7B", "experiment=mine"], ["experiment=mine", "draft=7B"]):
+        run, _ = compose_run("model=65B", *words)
+        assert run.draft.model
+        assert (run.draft.model.name, run.draft.model.quantization) == ("7B", "int8")
+
+
 def test_blanks_around_the_name_of_an_option_are_no_part_of_it() -> None:
     run, _ = compose_run("model= 7B ")
     assert run.model.name == "7B"
