@@ -8,6 +8,7 @@ from pathlib import Path
 from pkgutil import iter_modules
 
 ROOMS: dict[str, tuple[str, ...]] = {
+    "acceptance": ("task=acceptance",),
     "accelerate": ("placement=accelerate", "placement.target.kind=accelerate"),
     "adapters": ("setting=adapter", "file=adapter_config.json"),
     "advice": ("setting=search",),

@@ -1,5 +1,6 @@
 """Makes the drafters of a rank from the run's settings and placement."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -21,7 +22,7 @@ from llama_ssp.speculate.drafters.shared import (
     TapsSender,
 )
 from llama_ssp.speculate.sampling.by_row import RowSteps
-from llama_ssp.speculate.sampling.rules import make_rule
+from llama_ssp.speculate.sampling.rules import Rule, make_rule
 from llama_ssp.speculate.sampling.shards import WHOLE, Shard
 from llama_ssp.speculate.sampling.trees import Tree
 
@@ -37,13 +38,14 @@ def make_drafters(
     shard: Shard = WHOLE,
     prepared: object = None,
     steps: RowSteps | None = None,
+    drawing: Callable[[Rule], Rule] = lambda rule: rule,
 ) -> list[Drafter]:
     """Make the drafters of a rank, in a run with a draft: the draft's, then the fallback's if rounds choose.
 
     `runner` is the draft model or this rank's slice of it, None on ranks without one. `split` divides the rows among
     ranks that each hold the whole draft model. `taps` are the target's, if the draft is a head; for `prepared` see
-    `DrafterParts`. `shard` is of the draft's logits, `steps` shared with the target's rule. Raises ConfigError if the
-    code of a kind of draft cannot be imported.
+    `DrafterParts`. `shard` is of the draft's logits, `steps` shared with the target's rule. `drawing`
+    makes another rule of theirs, which they draw by in its place. Raises ConfigError if the code of a kind of draft cannot be imported.
     """
     layout, num_draft_tokens = mesh.layout, config.most_draft_tokens
     vocab_size, device = target.vocab_size, target.device
@@ -60,7 +62,7 @@ def make_drafters(
     )  # fmt: skip
 
     parts = DrafterParts(
-        config=config.draft, rule=rule, num_draft_tokens=num_draft_tokens, vocab_size=vocab_size, device=device,
+        config=config.draft, rule=drawing(rule), num_draft_tokens=num_draft_tokens, vocab_size=vocab_size, device=device,
         runner=runner, comm=mesh.draft, taps=taps, tree=tree, prepared=prepared,
         num_ahead=(num_draft_tokens - 1) * config.speculation.overlap,
         first_row=(lambda num_rows: split.own_rows(num_rows).start) if split else (lambda _num_rows: 0),
