@@ -7,7 +7,7 @@ round adds j + 1 tokens with probability G_j - G_(j+1), and K + 1 with G_K. The 
     rule          G_j of a round whose drafted tokens would be x_1, x_2, ...
     speculative   product of min(1, q_i / p_i): the draft proposes x_i and it is accepted, given that it is x_i
     block         min over m <= j of the product of q_i / p_i up to m, not clipped
-    coupled       product of a_i = 1 / sum over v of max(p_v, q_v p_x / q_x): the draft's race has the winner of the target's
+    coupled       product of a_i = 1 / sum over v of max(p_v, q_v p_x / q_x): the draft's race has the target's winner
     certain       1 as long as what is proposed equals x_i, at any temperature and by any rule
 
 Arrays are aligned at the ends of the texts: index `left` of a place counts the tokens that are still to come, so that
@@ -82,7 +82,8 @@ def added(reach_BTD: Array, num_draft_tokens: int | NDArray[np.int64]) -> Array:
 def _added(reach: Array, most_accepted: NDArray[np.int64]) -> Array:
     """The same of G (..., D) and the most tokens that each round can accept."""
     limited = np.where(np.arange(reach.shape[-1]) <= most_accepted[..., None], reach, 0.0)
-    return limited - np.concatenate([limited[..., 1:], np.zeros_like(limited[..., :1])], axis=-1)
+    further: Array = np.concatenate([limited[..., 1:], np.zeros_like(limited[..., :1])], axis=-1)
+    return limited - further
 
 
 def rounds_of(
@@ -102,7 +103,9 @@ def rounds_of(
     for left in range(num_places - 1, 0, -1):
         chance_B, first_B, second_B = moments_3BT[:, :, left]
         cost_B = costs_BT[:, left]
-        after_3B = np.stack([chance_B, first_B + cost_B * chance_B, second_B + cost_B * (2 * first_B + cost_B * chance_B)])
+        after_3B = np.stack(
+            [chance_B, first_B + cost_B * chance_B, second_B + cost_B * (2 * first_B + cost_B * chance_B)]
+        )
         for number in range(1, min(added_BTD.shape[2], left) + 1):
             moments_3BT[:, :, left - number] += after_3B * added_BTD[:, left, number - 1]
     visits_BT, mean_B, second_B = moments_3BT[0], moments_3BT[1, :, 0], moments_3BT[2, :, 0]
@@ -151,12 +154,13 @@ def least_cost(reach_BTD: Array, lengths_B: NDArray[np.int64], costs: dict[int, 
             after_BD = best_BT[:, left - most : left][:, ::-1]
             found.append(cost + (chances[number][:, left, :most] * after_BD).sum(-1))
         best_BT[:, left] = np.min(found, axis=0)
-    return best_BT[np.arange(num_texts), np.maximum(lengths_B - 1, 0)]
+    least_B: Array = best_BT[np.arange(num_texts), np.maximum(lengths_B - 1, 0)]
+    return least_B
 
 
 def by_position(reach_BTD: Array, rounds: Rounds, num_draft_tokens: int) -> Array:
     """The share (K,) of rounds that accept the token at each position, of rounds that no end of a text can cut."""
     whole = slice(num_draft_tokens + 1, None)
     visits_BT = rounds.visits_BT[:, whole]
-    accepted_D = np.einsum("bt,btd->d", visits_BT, reach_BTD[:, whole, : num_draft_tokens + 1])
-    return accepted_D[1:] / max(float(accepted_D[0]), np.finfo(np.float64).tiny)
+    accepted_D: Array = np.einsum("bt,btd->d", visits_BT, reach_BTD[:, whole, : num_draft_tokens + 1])
+    return accepted_D[1:] / (accepted_D[0] or 1.0)

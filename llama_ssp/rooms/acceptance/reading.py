@@ -14,21 +14,19 @@ Shapes: B texts, S slots, T places of a chunk, J tokens ahead of a beginning, V 
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from llama_ssp.architectures.engine import BUCKET_STEP, scored_positions, whole_steps
-from llama_ssp.models.cache import Taps
 from llama_ssp.models.prefill import Buckets, Prompts, read_prompts
-from llama_ssp.models.runner import Runner
 from llama_ssp.models.upload import to_device
 from llama_ssp.run.decoders import Models
 from llama_ssp.settings.drafters import SAME, drafter_of, drafts_greedily, vocabulary_of
 from llama_ssp.settings.rules import DEFAULT
 from llama_ssp.settings.schema import DrafterConfig, RunConfig, VerificationConfig
-from llama_ssp.speculate.drafters.drafter import Drafter
 from llama_ssp.speculate.drafters.maker import make_drafters
 from llama_ssp.speculate.sampling.context import Context, Rows
 from llama_ssp.speculate.sampling.rules import Rule, make_rule
@@ -65,19 +63,22 @@ class AlongText(Rule):
         return rule if rule.takes_best else cls(rule)
 
     def draw(
-        self, logits_BTV: Tensor, uniforms_BTP: Tensor, context: Context | None = None  # noqa: ARG002
+        self,
+        logits_BTV: Tensor,
+        uniforms_BTP: Tensor,  # noqa: ARG002 - nothing is random
+        context: Context | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """See `Rule.draw`."""
         assert context
         return context.tokens_BS.gather(1, context.last_BT + 1), self.process(logits_BTV, context)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Batch:
+class _Batch(NamedTuple):
     """Texts side by side, with slots for all that drafts write."""
 
     rows: range
     prompts: Prompts
+    tokens_BS: Tensor
     prompt_lengths_B: Tensor
     num_new: int
     buckets: Buckets
@@ -89,15 +90,9 @@ class _Batch:
         ids = [[*text.prompt_ids, *text.token_ids] for text in texts]
         tokens_BS = to_device([row + [0] * (num_slots - len(row)) for row in ids], device)
         lengths_B = to_device(lengths, device)
-        step = BUCKET_STEP["cuda" if device.type == "cuda" else "cpu"]
-        return cls(
-            rows=range(len(texts)), prompts=Prompts(tokens_BS, lengths_B, lengths, longest=max(lengths)),
-            prompt_lengths_B=lengths_B, num_new=num_new, buckets=Buckets(step=step, num_slots=num_slots),
-        )  # fmt: skip
-
-    @property
-    def tokens_BS(self) -> Tensor:
-        return self.prompts.tokens_RS
+        buckets = Buckets(step=BUCKET_STEP["cuda" if device.type == "cuda" else "cpu"], num_slots=num_slots)
+        prompts = Prompts(tokens_BS, lengths_B, lengths, longest=max(lengths))
+        return cls(range(len(texts)), prompts, tokens_BS, lengths_B, num_new, buckets)
 
     def places(self, start: int, stop: int) -> Tensor:
         """The slots (B, T) of the new tokens from `start` on."""
@@ -152,8 +147,8 @@ class Reader:
                 speculation = replace(
                     config.speculation, num_draft_tokens=1 if is_alike else longest, tree=None, overlap=False
                 )
-                draft = replace(drafter_of(draft).alone(draft), fallback=None)
-                alone = replace(config, draft=draft, verification=verification, speculation=speculation)
+                own_text = replace(drafter_of(draft).alone(draft), fallback=None)
+                alone = replace(config, draft=own_text, verification=verification, speculation=speculation)
                 reader = _Steps(name, own, alone, width=1 if is_alike else longest)
             self._readers.append(reader)
         self.widths = {reader.name: reader.width for reader in self._readers}
@@ -204,7 +199,10 @@ class Reader:
                 break
             start, stop = stop, min(stop + chunk, batch.num_new)
             logits_BTV = self._target.forward(
-                batch.tokens(start - 1, stop - 1), batch.places(start - 1, stop - 1), bucket=batch.covering(stop), taps=taps
+                batch.tokens(start - 1, stop - 1),
+                batch.places(start - 1, stop - 1),
+                bucket=batch.covering(stop),
+                taps=taps,
             )
         found = {name: torch.cat([one[name] for one in own], dim=1) for name in own[0]} if own else {}
         for reader in readers:
@@ -246,7 +244,7 @@ class _Whole:
 
     def __init__(self, name: str, models: Models, rule: Rule) -> None:
         self.name, self._rule = name, rule
-        self._runner: Runner | None = models.draft
+        self._runner = models.draft
         self._vocab_size, self._context = models.target.vocab_size, models.draft_context
         self._found: list[Found] = []
 
@@ -292,8 +290,7 @@ class _Steps:
 
     def __init__(self, name: str, models: Models, config: RunConfig, *, width: int) -> None:
         self.name, self.width = name, width
-        self.taps: Taps | None = models.make_taps()
-        self._drafter: Drafter
+        self.taps = models.make_taps()
         self._drafter, *_ = make_drafters(
             config, mesh=models.mesh, target=models.target, runner=models.draft, taps=self.taps,
             prepared=models.prepared, drawing=AlongText.of,
@@ -343,4 +340,3 @@ class _Steps:
         found, self._found, self._laws = self._found, [], []
         stacked = {name: torch.stack([one[name] for one in found], dim=1) for name in (found[0] if found else ())}
         return {f"{self.name}/{name}": pad(values, (0, 0, 1, 0), value=_NEVER) for name, values in stacked.items()}
-

@@ -90,14 +90,20 @@ def _problems(config: RunConfig, explicit: frozenset[str]) -> Iterator[str | NoE
     unread = dict.fromkeys(["logprobs", "prompt_logprobs"], "on task=acceptance")
     if task.texts:
         if not Path(task.texts).exists():
-            yield f"task.texts={task.texts} does not exist: give the folder of a run, or a JSONL of prompt and completion"
-        of_texts = ["prompt", "prompts", "num_samples", "max_new_tokens", "ignore_eos", "stop_strings", "task.temperatures"]
+            yield f"task.texts={task.texts} does not exist: give the folder of a run, or a JSONL with its texts"
+        of_texts = [
+            "prompt",
+            "prompts",
+            "num_samples",
+            "max_new_tokens",
+            "ignore_eos",
+            "stop_strings",
+            "task.temperatures",
+        ]
         unread |= dict.fromkeys(of_texts, f"with task.texts={task.texts}, whose texts are read")
     yield from (NoEffect(key, reason) for key, reason in unread.items() if key in explicit)
     if config.speculation.tree or config.speculation.overlap:
         yield "task=acceptance reads chains: leave speculation.tree and speculation.overlap out"
-    if config.speculation.forced_lengths:
-        yield "task=acceptance reads texts of the target's law: leave speculation.forced_lengths out"
 
 
 ACCEPTANCE = TaskSpec(

@@ -59,29 +59,42 @@ class AcceptanceRow(Line):
 
     @classmethod
     def on_screen(cls, results: Sequence["AcceptanceRow"]) -> ResultTable:
-        """Lay out the rows for a terminal."""
-        return _table(results, "of best")
+        """Lay out a line for each draft, rule and temperature, at the fastest K."""
+        groups: dict[tuple[str, str, float], list[AcceptanceRow]] = {}
+        for row in results:
+            groups.setdefault(row.key[:3], []).append(row)
+        headings = ("draft", "rule", "T", "tokens/round, K = 1, 2, ...", "best K", "its 95 %", "of best")
+        found = []
+        for (draft, rule, temperature), rows in groups.items():
+            best = max(rows, key=lambda row: row.share_of_best)
+            by_k = " ".join(f"{row.tokens_per_round:.2f}" for row in rows)
+            interval = f"{best.low:.2f}..{best.high:.2f}"
+            of_best = share(best.share_of_best)
+            found.append([draft, rule, f"{temperature:g}", by_k, str(best.num_draft_tokens), interval, of_best])
+        return ResultTable((_title(results), _MEANING), headings, found)
 
     @classmethod
     def on_page(cls, results: Sequence["AcceptanceRow"]) -> ResultTable:
         """Lay out the rows for a report."""
-        return _table(results, "share of the fastest")
+        headings = ("draft, rule, temperature, K", "tokens/round", "95 %", "accepted by position", "share of best")
+        found = [
+            [
+                row.name, f"{row.tokens_per_round:.2f}", f"{row.low:.2f} to {row.high:.2f}",
+                " ".join(f"{one:.2f}" for one in row.by_position), share(row.share_of_best),
+            ]
+            for row in results
+        ]  # fmt: skip
+        return ResultTable((_title(results), _MEANING), headings, found)
 
 
-def _table(results: Sequence[AcceptanceRow], of_best: str) -> ResultTable:
+_MEANING = (
+    "95 % intervals over prompts; shares are of the tokens per second of the fastest at a temperature, by the plan"
+)
+
+
+def _title(results: Sequence[AcceptanceRow]) -> str:
     first = results[0]
-    title = f"Tokens per round on {first.num_prompts} prompts, {first.num_new_tokens} tokens"
-    meaning = "95 % intervals over prompts; the share is of the tokens per second of the fastest at its temperature"
-    headings = ("draft", "rule", "T", "K", "tokens/round", "95 %", "accepted by position", of_best)
-    found = [
-        [
-            row.draft, row.rule, f"{row.temperature:g}", str(row.num_draft_tokens), f"{row.tokens_per_round:.2f}",
-            f"{row.low:.2f}..{row.high:.2f}", " ".join(f"{one:.2f}"[1:] if one < 1 else "1" for one in row.by_position),
-            share(row.share_of_best),
-        ]
-        for row in results
-    ]  # fmt: skip
-    return ResultTable((title, meaning), headings, found)
+    return f"Expected rounds of texts of {first.num_prompts} prompts, {first.num_new_tokens} tokens"
 
 
 def rows_of(trace: Trace, costs: Costs) -> Iterator[AcceptanceRow]:

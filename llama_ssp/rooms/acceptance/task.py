@@ -52,8 +52,11 @@ def acceptance(session: Session, requests: list[PromptRequest]) -> None:
         "version": VERSION, "longest": task.longest, "laws": [law_of(one.sampling) for one in configs],
         "target": {"name": config.model.label, "files": fingerprint(session.models.sources[0].origin.folder)},
         "drafts": {
-            name: {"files": fingerprint(source.origin.folder) if source else {}, "is_certain": is_certain(draft), "width": 0}
-            for (name, (_, draft)), source in zip(drafts.items(), sources.values(), strict=True)
+            name: {
+                "files": fingerprint(source.origin.folder) if source else {}, "is_certain": is_certain(drafts[name][1]),
+                "width": 0,
+            }
+            for name, source in sources.items()
         },
     }  # fmt: skip
     _read(session, configs, drafts, texts, about)
@@ -156,7 +159,7 @@ def _require_room(session: Session, configs: Sequence[RunConfig]) -> None:
         if needed > rank.capacity_bytes:
             raise CapacityError(
                 f"rank {rank.rank} needs {needed / 2**30:.1f} GiB for target and {1 + len(others)} drafts at once, of "
-                f"{rank.capacity_bytes / 2**30:.1f}: give fewer of task.drafts, and read the same texts with the others later"
+                f"{rank.capacity_bytes / 2**30:.1f}: give fewer of task.drafts, and read the same texts with the others"
             )
 
 
@@ -183,6 +186,7 @@ def _read(
 ) -> None:  # fmt: skip
     """Read all texts that no part has yet, a batch on each replica at a time, and write the parts on rank 0."""
     config, mesh, comm = session.config, session.models.mesh, session.world.comm
+    folder = session.folder and session.folder.path / PARTS
     longest, num_replicas = cast("AcceptanceConfig", config.task).longest, config.placement.num_replicas
     batches = [*_batches(texts, num_rows=config.batch_size, context=session.models.context)]
     known = {*from_rank_0(comm, lambda: _known_parts(session))}
@@ -206,10 +210,11 @@ def _read(
                         about["drafts"][name]["width"] = width
                     content = Trace(about, _arrays(batch, found)).to_bytes()
                     sent = f"{some[mesh.number]}:{base64.b64encode(content).decode()}"
-            parts = [text.split(":") for text in comm.gather_text(sent) if text]
+            sent_by_all = comm.gather_text(sent)
+            parts = [text.split(":") for text in sent_by_all if text and folder]
             with raise_on_all_ranks(comm):
-                for number, part in parts if session.folder else ():
-                    _write(session.folder.path / PARTS / f"{int(number):06d}.npz", base64.b64decode(part))
+                for number, part in parts:
+                    _write(cast("Path", folder) / f"{int(number):06d}.npz", base64.b64decode(part))
             num_done += len(some)
             show("texts read", sum(map(len, batches[:num_done])), len(texts))
 
@@ -263,10 +268,11 @@ def _answer(session: Session, configs: Sequence[RunConfig], sources: Mapping[str
         check_likely(trace, law, asked=f"task.texts={task.texts}")
     _write(folder.path / TRACE_FILE, trace.to_bytes())
     costs = {}
-    for name, draft in drafts_of(config).items() if session.plan else ():
-        known = with_number_formats(replace(configs[0], draft=draft), (session.models.sources[0], sources[name]))
-        longest = trace.most_drafted(name) or task.longest
-        costs[name] = costs_of(CostModel(_spec_of(session, known), session.plan.hardware), longest)
+    if plan := session.plan:
+        for name, draft in drafts_of(config).items():
+            known = with_number_formats(replace(configs[0], draft=draft), (session.models.sources[0], sources[name]))
+            longest = trace.most_drafted(name) or task.longest
+            costs[name] = costs_of(CostModel(_spec_of(session, known), plan.hardware), longest)
     finished = {row.key for row in folder.results}
     for row in rows_of(trace, costs):
         if row.key not in finished:
@@ -285,10 +291,12 @@ def check_likely(trace: Trace, law: int, *, asked: str) -> None:
     said = f"{asked} are not the target's texts at temperature {temperature:g}"
     impossible, apart = trace.unlikely(law)
     if impossible > _MOST_IMPOSSIBLE:
-        raise ConfigError(f"{said}: it never writes {impossible:.2%} of their tokens; give their target and sampling settings")
+        raise ConfigError(
+            f"{said}: it never writes {impossible:.2%} of their tokens; give their target and sampling settings"
+        )
     if abs(apart) > _MOST_APART:
         direction = "less" if apart > 0 else "more"
         raise ConfigError(
-            f"{said}: they are {direction} probable than its own by {abs(apart):.0f} standard deviations; give their target "
-            "and sampling settings"
+            f"{said}: they are {direction} probable than its own by {abs(apart):.0f} standard deviations; give their "
+            "target and sampling settings"
         )

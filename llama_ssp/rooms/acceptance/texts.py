@@ -50,7 +50,7 @@ def law_of(sampling: SamplingConfig) -> dict[str, Any]:
 def read_texts(
     config: RunConfig, given: str, tokenizer: PreTrainedTokenizerBase, *, vocab_size: int, context: int
 ) -> list[FinishedText]:
-    """Read the texts of a folder, of a run.jsonl or of another JSONL; raises ConfigError for texts of another target."""
+    """Read the texts of a folder, a run.jsonl or another JSONL; raises ConfigError for texts of another target."""
     asked, path = f"task.texts={given}", Path(given)
     file = path / LINES_FILE if path.is_dir() else path
     try:
@@ -68,8 +68,8 @@ def read_texts(
         highest, number = max(*text.prompt_ids, *text.token_ids), len(text.prompt_ids) + len(text.token_ids)
         if highest >= vocab_size or min(*text.prompt_ids, *text.token_ids) < 0:
             raise ConfigError(
-                f"{asked}: {text.place} has token id {highest}, and the target knows {vocab_size} ids: these are texts of "
-                "another tokenizer"
+                f"{asked}: {text.place} has token id {highest}, and the target knows {vocab_size} ids: these are "
+                "texts of another tokenizer"
             )
         if number > context:
             raise ConfigError(f"{asked}: {text.place} has {number} tokens, more than the target's context of {context}")
@@ -86,7 +86,9 @@ def _of_run(
     except (OSError, ValueError) as error:
         raise ConfigError(f"{asked} is damaged: {error}") from error
     if (name := settings.get("model.name")) not in {config.model.name, None}:
-        raise ConfigError(f"{asked} has texts of model={name}, and model={config.model.name} was given: give their target")
+        raise ConfigError(
+            f"{asked} has texts of model={name}, and model={config.model.name} was given: give their target"
+        )
     theirs, ours = _law_in(settings), law_of(config.sampling)
     if odd := [f"sampling.{key}={theirs[key]}" for key in ours if key in theirs and theirs[key] != ours[key]]:
         raise ConfigError(
@@ -112,7 +114,9 @@ def _of_run(
 
 def _law_in(settings: Mapping[str, object]) -> dict[str, object]:
     found = {name: settings[f"sampling.{name}"] for name in _OF_LAW if f"sampling.{name}" in settings}
-    biases = {key.rpartition(".")[2]: value for key, value in settings.items() if key.startswith("sampling.logit_bias.")}
+    biases = {
+        key.rpartition(".")[2]: value for key, value in settings.items() if key.startswith("sampling.logit_bias.")
+    }
     return found | ({"logit_bias": biases} if biases else {})
 
 

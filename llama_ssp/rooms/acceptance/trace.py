@@ -58,7 +58,9 @@ class Replay:
         tokens_B, rounds_B = (self.lengths_B - 1)[chosen_B], self.rounds(num_draft_tokens).mean_B[chosen_B]
         _, prompts_B = np.unique(self.prompts_B[chosen_B], return_inverse=True)
         tokens_P, rounds_P = (np.bincount(prompts_B, weights=values) for values in (tokens_B, rounds_B))
-        weights = np.random.default_rng(0).multinomial(len(tokens_P), np.full(len(tokens_P), 1 / len(tokens_P)), _NUM_BOOTSTRAPS)
+        weights = np.random.default_rng(0).multinomial(
+            len(tokens_P), np.full(len(tokens_P), 1 / len(tokens_P)), _NUM_BOOTSTRAPS
+        )
         low, high = np.quantile((weights @ tokens_P) / (weights @ rounds_P), (0.025, 0.975))
         return float(tokens_P.sum() / rounds_P.sum()), float(low), float(high)
 
@@ -98,7 +100,9 @@ class Trace:
         except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as error:
             raise ConfigError(f"{asked}: {file} is no trace of task=acceptance ({error})") from error
         if version != VERSION:
-            raise ConfigError(f"{asked}: {file} has version {version}, and this llama-ssp reads {VERSION}: read the texts anew")
+            raise ConfigError(
+                f"{asked}: {file} has version {version}, and this llama-ssp reads {VERSION}: read the texts anew"
+            )
         return cls(about, arrays)
 
     @classmethod

@@ -27,7 +27,7 @@ from llama_ssp.speculate.sampling.shards import WHOLE, Shard
 from llama_ssp.speculate.sampling.trees import Tree
 
 
-def make_drafters(
+def make_drafters(  # noqa: PLR0913 - all that a rank's drafters are made of
     config: RunConfig,
     *,
     mesh: Mesh,
@@ -44,8 +44,9 @@ def make_drafters(
 
     `runner` is the draft model or this rank's slice of it, None on ranks without one. `split` divides the rows among
     ranks that each hold the whole draft model. `taps` are the target's, if the draft is a head; for `prepared` see
-    `DrafterParts`. `shard` is of the draft's logits, `steps` shared with the target's rule. `drawing`
-    makes another rule of theirs, which they draw by in its place. Raises ConfigError if the code of a kind of draft cannot be imported.
+    `DrafterParts`. `shard` is of the draft's logits, `steps` shared with the target's rule. `drawing` makes
+    another rule of theirs, which they draw by in its place. Raises ConfigError if the code of a kind of draft cannot be
+    imported.
     """
     layout, num_draft_tokens = mesh.layout, config.most_draft_tokens
     vocab_size, device = target.vocab_size, target.device
@@ -56,13 +57,13 @@ def make_drafters(
     # A tree takes more than the best token; another vocabulary is mapped or cut to the target's before one is taken.
     is_mapped = vocabulary_of(config.draft) is not SAME
     takes_all = not mesh.draft or not runner or tree or is_mapped or runner.vocab_size > vocab_size
-    rule = make_rule(
+    rule = drawing(make_rule(
         sampling, config.verification, breaks_ties=bool(receiver and receiver.num_left),
         is_cut=not takes_all and mesh.draft is not None and mesh.draft.size > 1, shard=shard, steps=steps,
-    )  # fmt: skip
+    ))  # fmt: skip
 
     parts = DrafterParts(
-        config=config.draft, rule=drawing(rule), num_draft_tokens=num_draft_tokens, vocab_size=vocab_size, device=device,
+        config=config.draft, rule=rule, num_draft_tokens=num_draft_tokens, vocab_size=vocab_size, device=device,
         runner=runner, comm=mesh.draft, taps=taps, tree=tree, prepared=prepared,
         num_ahead=(num_draft_tokens - 1) * config.speculation.overlap,
         first_row=(lambda num_rows: split.own_rows(num_rows).start) if split else (lambda _num_rows: 0),

@@ -11,12 +11,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from llama_ssp.rooms.acceptance import arithmetic
+from llama_ssp.rooms.acceptance.arithmetic import Array
 from llama_ssp.settings.schema import SamplingConfig, VerificationConfig
 from llama_ssp.speculate.sampling.context import Context
 from llama_ssp.speculate.sampling.rules import Rule, make_rule
@@ -54,7 +56,9 @@ CASES = [
     Case("block", 2, has_end=False), Case("speculative", 1, vocab_size=4), Case("block", 2, vocab_size=4, length=3),
 ]  # fmt: skip
 cases = pytest.mark.parametrize(
-    "case", [*CASES, heavy(Case("speculative", 3)), heavy(Case("block", 3))], ids=lambda case: "-".join(map(str, vars(case).values()))
+    "case",
+    [*CASES, heavy(Case("speculative", 3)), heavy(Case("block", 3))],
+    ids=lambda case: "-".join(map(str, vars(case).values())),
 )
 
 
@@ -72,14 +76,16 @@ def rounds_of_texts(case: Case) -> dict[Text, dict[int, float]]:
     target, draft = case.models
     rule = make_rule(SAMPLING, VerificationConfig(rule=case.rule))
     first_V = processed(target, SAMPLING)[0].flatten()
-    open_texts = {(token,): {0: float(chance)} for token, chance in enumerate(first_V)}
+    open_texts: dict[Text, dict[int, float]] = {(token,): {0: float(chance)} for token, chance in enumerate(first_V)}
     found: dict[Text, dict[int, float]] = defaultdict(lambda: defaultdict(float))
     for length in range(1, case.length + 1):
         here = {text: rounds for text, rounds in open_texts.items() if len(text) == length}
         laws = []
         if length < case.length:
-            of_round = {"num_draft_tokens": case.num_draft_tokens, "is_point_mass": case.is_certain}
-            laws = round_law(rule, after(target, length), after(draft, length), **of_round)
+            laws = round_law(
+                rule, after(target, length), after(draft, length), num_draft_tokens=case.num_draft_tokens,
+                is_point_mass=case.is_certain,
+            )  # fmt: skip
         for text, rounds in here.items():
             if length == case.length or (case.has_end and text[-1] == END):
                 for number, chance in rounds.items():
@@ -106,10 +112,13 @@ def cut(text: Text, case: Case) -> Text:
 def laws_along(model: TableModel, sampling: SamplingConfig, text: Text) -> list[torch.Tensor]:
     laws = processed(model, sampling)
     size = model.vocab_size
-    return [laws[place][0, int(codes_of(torch.tensor([text[:place]]).view(1, -1).long(), size))] for place in range(len(text))]
+    return [
+        laws[place][0, int(codes_of(torch.tensor([text[:place]]).view(1, -1).long(), size))]
+        for place in range(len(text))
+    ]
 
 
-def log_ratios(case: Case, text: Text, *, draft_sampling: SamplingConfig = SAMPLING, is_swapped: bool = False) -> np.ndarray:
+def log_ratios(case: Case, text: Text, *, draft_sampling: SamplingConfig = SAMPLING, is_swapped: bool = False) -> Array:
     """Log q - log p of every token of a text; of a certain draft 0 for its proposal, else minus infinity."""
     target, draft = case.models
     of_target, of_draft = laws_along(target, SAMPLING, text), laws_along(draft, draft_sampling, text)
@@ -122,8 +131,8 @@ def log_ratios(case: Case, text: Text, *, draft_sampling: SamplingConfig = SAMPL
         return up - down
 
 
-def forecast(case: Case, text: Text, *, shift: int = 0, **of_ratios: object) -> tuple[float, float, np.ndarray]:
-    ratios = log_ratios(case, text, **of_ratios)[None]  # type: ignore[arg-type]
+def forecast(case: Case, text: Text, *, shift: int = 0, **of_ratios: Any) -> tuple[float, float, Array]:
+    ratios = log_ratios(case, text, **of_ratios)[None]
     lengths = np.array([len(text)])
     placed = arithmetic.by_left(np.roll(ratios, shift, axis=1), lengths, case.num_draft_tokens)
     reach = arithmetic.reach_of(placed, as_block=case.rule == "block" and not case.is_certain)
@@ -137,11 +146,11 @@ def moments(rounds: dict[int, float]) -> tuple[float, float]:
     return mean, sum(number**2 * chance for number, chance in rounds.items()) / total - mean**2
 
 
-def errors(case: Case, **how: object) -> Iterator[float]:
+def errors(case: Case, **how: Any) -> Iterator[float]:
     for text, rounds in rounds_of_texts(case).items():
         if sum(rounds.values()) > 1e-9:
             mean, variance = moments(rounds)
-            found = forecast(case, text, **how)  # type: ignore[arg-type]
+            found = forecast(case, text, **how)
             yield max(abs(found[0] - mean), abs(found[1] - variance))
 
 
@@ -151,7 +160,7 @@ def test_given_the_text_rounds_have_the_mean_and_the_variance_of_the_shipped_rul
     assert max(errors(case)) < 1e-12
 
 
-FAULTS = {
+FAULTS: dict[str, dict[str, Any]] = {
     "p and q swapped": {"is_swapped": True},
     "a place too late": {"shift": 1},
     "a place too early": {"shift": -1},
@@ -165,27 +174,31 @@ def test_a_planted_fault_is_noticed(case: Case, fault: str) -> None:
     assert max(errors(case, **FAULTS[fault])) > 1e-3
 
 
-def accepted_by_position(case: Case) -> np.ndarray:
+def accepted_by_position(case: Case) -> Array:
     """Shares of rounds that no end can cut, over all texts of full length, from the law of the whole process."""
     sums = np.zeros(case.num_draft_tokens + 1)
     for text, rounds in rounds_of_texts(case).items():
         lengths = np.array([len(text)])
         reach = arithmetic.reach_of(
-            arithmetic.by_left(log_ratios(case, text)[None], lengths, case.num_draft_tokens), as_block=case.rule == "block"
+            arithmetic.by_left(log_ratios(case, text)[None], lengths, case.num_draft_tokens),
+            as_block=case.rule == "block",
         )
         found = arithmetic.rounds_of(reach, lengths, case.num_draft_tokens)
-        shares = arithmetic.by_position(reach, found, case.num_draft_tokens)
+        of_text = arithmetic.by_position(reach, found, case.num_draft_tokens)
         weight = found.visits_BT[:, case.num_draft_tokens + 1 :].sum() * sum(rounds.values())
-        sums += weight * np.array([1.0, *shares])
-    return sums[1:] / sums[0]
+        sums += weight * np.array([1.0, *of_text])
+    shares: Array = sums[1:] / sums[0]
+    return shares
 
 
-def rounds_by_rule(case: Case) -> np.ndarray:
+def rounds_by_rule(case: Case) -> Array:
     """The same from the laws of rounds: the target's text before each beginning, then one round."""
     target, draft = case.models
     rule = make_rule(SAMPLING, VerificationConfig(rule=case.rule))
     sums, size = np.zeros(case.num_draft_tokens + 1), case.vocab_size
-    begins = {(token,): float(chance) for token, chance in enumerate(processed(target, SAMPLING)[0].flatten())}
+    begins: dict[Text, float] = {
+        (token,): float(chance) for token, chance in enumerate(processed(target, SAMPLING)[0].flatten())
+    }
     for length in range(1, case.length - case.num_draft_tokens):
         laws = round_law(rule, after(target, length), after(draft, length), num_draft_tokens=case.num_draft_tokens)
         for text, chance in [one for one in begins.items() if len(one[0]) == length]:
@@ -194,7 +207,8 @@ def rounds_by_rule(case: Case) -> np.ndarray:
                 sums[: num_accepted + 1] += chance * float(law[code].sum())
                 for new, share in zip(product(range(size), repeat=num_accepted + 1), law[code].tolist(), strict=True):
                     begins[*text, *new] = begins.get((*text, *new), 0.0) + chance * share
-    return sums[1:] / sums[0]
+    shares: Array = sums[1:] / sums[0]
+    return shares
 
 
 @pytest.mark.parametrize("rule", ["speculative", "block"])
@@ -215,7 +229,11 @@ def test_averages_over_all_places_are_another_figure() -> None:
 
 
 def brute_force(
-    reach_TD: np.ndarray, left: int, choose: Callable[[int, object], int], remember: Callable[..., object], memory: object
+    reach_TD: Array,
+    left: int,
+    choose: Callable[[int, object], int],
+    remember: Callable[..., object],
+    memory: object,
 ) -> dict[int, float]:
     """The law of the number of rounds, path by path."""
     if not left:
@@ -232,12 +250,13 @@ def brute_force(
 
 
 @pytest.fixture
-def reach_TD() -> np.ndarray:
+def reach() -> Array:
     ratios = np.random.default_rng(3).normal(-0.3, 0.7, (1, 9))
-    return arithmetic.reach_of(arithmetic.by_left(ratios, np.array([9]), 3))[0]
+    found: Array = arithmetic.reach_of(arithmetic.by_left(ratios, np.array([9]), 3))[0]
+    return found
 
 
-def test_K_may_depend_on_the_prefix_and_on_what_earlier_rounds_accepted(reach_TD: np.ndarray) -> None:
+def test_the_draft_length_may_depend_on_the_prefix_and_on_what_earlier_rounds_accepted(reach: Array) -> None:
     def choose(left: int, memory: object) -> int:
         assert isinstance(memory, int)
         return min(1 + (left + memory) % 3, 3)
@@ -245,23 +264,23 @@ def test_K_may_depend_on_the_prefix_and_on_what_earlier_rounds_accepted(reach_TD
     def remember(_memory: object, number: int, accepted: int) -> int:
         return number - accepted
 
-    law = brute_force(reach_TD, 8, choose, remember, 0)
-    assert arithmetic.with_memory(reach_TD, 9, choose, remember, 0) == pytest.approx(moments(law), abs=1e-12)
-    forgotten = arithmetic.with_memory(reach_TD, 9, choose, lambda *_: 0, 0)
+    law = brute_force(reach, 8, choose, remember, 0)
+    assert arithmetic.with_memory(reach, 9, choose, remember, 0) == pytest.approx(moments(law), abs=1e-12)
+    forgotten = arithmetic.with_memory(reach, 9, choose, lambda *_: 0, 0)
     assert abs(forgotten[0] - moments(law)[0]) > 1e-3
 
 
-def test_K_of_each_place_is_that_of_the_prefix_alone(reach_TD: np.ndarray) -> None:
+def test_the_draft_length_of_each_place_is_that_of_the_prefix_alone(reach: Array) -> None:
     numbers_T = np.array([0, 1, 3, 2, 1, 3, 3, 2, 1, 2])
-    law = brute_force(reach_TD, 8, lambda left, _memory: int(numbers_T[left]), lambda *_: None, None)
-    found = arithmetic.rounds_of(reach_TD[None], np.array([9]), numbers_T)
+    law = brute_force(reach, 8, lambda left, _memory: int(numbers_T[left]), lambda *_: None, None)
+    found = arithmetic.rounds_of(reach[None], np.array([9]), numbers_T)
     assert (found.mean_B[0], found.variance_B[0]) == pytest.approx(moments(law), abs=1e-12)
 
 
-def test_who_knows_the_chances_pays_least(reach_TD: np.ndarray) -> None:
+def test_who_knows_the_chances_pays_least(reach: Array) -> None:
     """By comparison with every choice of a K for each place of a short text."""
     costs = {0: 1.0, 1: 1.3, 2: 1.5, 3: 1.6}
-    reach_BTD, lengths = reach_TD[None, :6], np.array([5])
+    reach_BTD, lengths = reach[None, :6], np.array([5])
 
     def cost(numbers: tuple[int, ...]) -> float:
         numbers_T = np.array([0, *numbers, 0])
