@@ -161,7 +161,7 @@ BATCH = RequestFile(
     problems=partial(
         _problems_of_bodies,
         source="from a batch file",
-        unread=("prompts_column", "too_long", "task.format", "task.in_order"),
+        unread=("prompts_column", "category", "num_prompts", "too_long", "task.format", "task.in_order"),
     ),
     run="llama_ssp.rooms.serve.batch:complete_batch",
 )
