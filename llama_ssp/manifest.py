@@ -8,8 +8,8 @@ from pathlib import Path
 from pkgutil import iter_modules
 
 ROOMS: dict[str, tuple[str, ...]] = {
-    "acceptance": ("task=acceptance",),
     "accelerate": ("placement=accelerate", "placement.target.kind=accelerate"),
+    "acceptance": ("task=acceptance",),
     "adapters": ("setting=adapter", "file=adapter_config.json"),
     "advice": ("setting=search",),
     "benchmark": ("task=benchmark", "task=latency", "experiment=llama_2023"),

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 Array = NDArray[np.float64]
 
 
-class Rounds(NamedTuple):
+class ExpectedRounds(NamedTuple):
     """What is known of the rounds of some texts.
 
     Attributes:
@@ -89,7 +89,7 @@ def _added(reach: Array, most_accepted: NDArray[np.int64]) -> Array:
 def rounds_of(
     reach_BTD: Array, lengths_B: NDArray[np.int64], num_draft_tokens: int | NDArray[np.int64],
     costs_BT: Array | float = 1.0,
-) -> Rounds:  # fmt: skip
+) -> ExpectedRounds:  # fmt: skip
     """The rounds of texts of n new tokens, `lengths_B`, with K tokens in each, or at each place its own number.
 
     `costs_BT` are of rounds that begin at each place.
@@ -109,7 +109,7 @@ def rounds_of(
         for number in range(1, min(added_BTD.shape[2], left) + 1):
             moments_3BT[:, :, left - number] += after_3B * added_BTD[:, left, number - 1]
     visits_BT, mean_B, second_B = moments_3BT[0], moments_3BT[1, :, 0], moments_3BT[2, :, 0]
-    return Rounds(mean_B, np.maximum(second_B - mean_B**2, 0.0), visits_BT)
+    return ExpectedRounds(mean_B, np.maximum(second_B - mean_B**2, 0.0), visits_BT)
 
 
 def with_memory(
@@ -158,7 +158,7 @@ def least_cost(reach_BTD: Array, lengths_B: NDArray[np.int64], costs: dict[int, 
     return least_B
 
 
-def by_position(reach_BTD: Array, rounds: Rounds, num_draft_tokens: int) -> Array:
+def by_position(reach_BTD: Array, rounds: ExpectedRounds, num_draft_tokens: int) -> Array:
     """The share (K,) of rounds that accept the token at each position, of rounds that no end of a text can cut."""
     whole = slice(num_draft_tokens + 1, None)
     visits_BT = rounds.visits_BT[:, whole]

@@ -19,7 +19,7 @@ import numpy as np
 
 from llama_ssp.errors import ConfigError, one_message
 from llama_ssp.rooms.acceptance import arithmetic
-from llama_ssp.rooms.acceptance.arithmetic import Array, Rounds
+from llama_ssp.rooms.acceptance.arithmetic import Array, ExpectedRounds
 from llama_ssp.rooms.acceptance.records import TRACE_FILE
 from llama_ssp.settings.rules import AT_ZERO
 
@@ -48,7 +48,7 @@ class Replay:
     lengths_B: Any
     prompts_B: Any
 
-    def rounds(self, num_draft_tokens: int) -> Rounds:
+    def rounds(self, num_draft_tokens: int) -> ExpectedRounds:
         """The rounds of all texts."""
         return arithmetic.rounds_of(self.reach_BTD, self.lengths_B, num_draft_tokens)
 
