@@ -25,6 +25,7 @@ class MoreSettings:
             and shows what it has found. The setting with the record's name asks for it.
         example: a command line of `llama-ssp plan --help`.
         ranges: what their numbers must be, by whole keys.
+        changeable: settings that may change when a run is resumed: no completion depends on them.
     """
 
     name: str
@@ -35,6 +36,7 @@ class MoreSettings:
     choose: str = ""
     example: str = ""
     ranges: tuple[Range, ...] = ()
+    changeable: tuple[str, ...] = ()
 
 
 MORE: Registry[MoreSettings] = Registry(setting="group", kind=MoreSettings)

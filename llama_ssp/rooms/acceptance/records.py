@@ -9,8 +9,10 @@ from typing import cast
 from llama_ssp import catalogue
 from llama_ssp.errors import ConfigError, unknown_name
 from llama_ssp.fields import made, setting
+from llama_ssp.groups import MoreSettings
+from llama_ssp.planning.spec import KnownPairs
 from llama_ssp.settings.drafters import DRAFTERS, draft_label, drafts, free_drafts, of_kind
-from llama_ssp.settings.schema import MODEL_DRAFT, DrafterConfig, RunConfig, TaskConfig
+from llama_ssp.settings.schema import MODEL_DRAFT, DrafterConfig, PlanConfig, RunConfig, TaskConfig
 from llama_ssp.settings.tasks import NoEffect, TaskSpec
 
 TRACE_FILE = "acceptance.npz"
@@ -116,3 +118,22 @@ ACCEPTANCE = TaskSpec(
     fill_in=_fill_in,
     problems=_problems,
 )
+
+
+@dataclass(kw_only=True)
+class TracedRun(RunConfig):
+    """A run whose forecast knows the acceptance of its draft by a trace."""
+
+    trace: str | None = setting(
+        None, "folder of a run of task=acceptance: the forecast takes what its texts say of the draft, K and rule."
+    )
+
+
+@dataclass(kw_only=True)
+class TracedPlan(PlanConfig, TracedRun):
+    """A plan of such a run."""
+
+
+TRACE = MoreSettings(name="trace", config=TracedRun, after="hardware", paths=("trace",), changeable=("trace",))
+OF_PLANS = MoreSettings(name="trace of plans", config=TracedPlan, after="hardware")
+BY_TRACE = KnownPairs(name="trace", of_run="llama_ssp.rooms.acceptance.plans:of_run")

@@ -24,8 +24,8 @@ from llama_ssp.ranks.failures import from_rank_0, raise_on_all_ranks
 from llama_ssp.rooms.acceptance.reading import Found, Reader
 from llama_ssp.rooms.acceptance.records import TRACE_FILE, AcceptanceConfig, drafts_of, temperatures_of
 from llama_ssp.rooms.acceptance.rows import rows_of
-from llama_ssp.rooms.acceptance.texts import FinishedText, law_of, read_texts
-from llama_ssp.rooms.acceptance.trace import VERSION, Trace
+from llama_ssp.rooms.acceptance.texts import FinishedText, read_texts
+from llama_ssp.rooms.acceptance.trace import VERSION, Trace, law_of
 from llama_ssp.run.checkpoints import Source, find_sources, with_number_formats
 from llama_ssp.run.decoders import Models, build_decoder, with_draft
 from llama_ssp.run.requests import PromptRequest
@@ -50,7 +50,7 @@ def acceptance(session: Session, requests: list[PromptRequest]) -> None:
     drafts, sources = _loaded(session, configs)
     about = {
         "version": VERSION, "longest": task.longest, "laws": [law_of(one.sampling) for one in configs],
-        "target": {"name": config.model.label, "files": fingerprint(session.models.sources[0].origin.folder)},
+        "target": {"name": config.model.name, "files": fingerprint(session.models.sources[0].origin.folder)},
         "drafts": {
             name: {
                 "files": fingerprint(source.origin.folder) if source else {}, "is_certain": is_certain(drafts[name][1]),
