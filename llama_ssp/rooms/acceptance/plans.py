@@ -1,5 +1,6 @@
 """The acceptance of plans and of runs by a trace: tokens per round of every K, with their interval over prompts."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -12,6 +13,7 @@ from llama_ssp.errors import ConfigError
 from llama_ssp.planning.acceptance import HEAD_DECLINE, USUAL_K, Acceptance, acceptance_of
 from llama_ssp.planning.forwards import MOST_DRAFT_TOKENS
 from llama_ssp.planning.spec import Pair
+from llama_ssp.rooms.acceptance.records import TRACE_FILE
 from llama_ssp.rooms.acceptance.trace import SPECULATIVE, Replay, Trace, law_of
 from llama_ssp.settings.drafters import draft_name, drafts
 from llama_ssp.settings.schema import RunConfig
@@ -48,7 +50,7 @@ class TracedAcceptance(Acceptance):
 
 
 def _accepted(probability: float) -> float:
-    return sum(accumulate(repeat(probability, USUAL_K), mul))
+    return math.fsum(accumulate(repeat(probability, USUAL_K), mul))
 
 
 def of_run(config: RunConfig) -> Callable[[Pair], Acceptance | None] | None:
@@ -57,7 +59,8 @@ def of_run(config: RunConfig) -> Callable[[Pair], Acceptance | None] | None:
     if folder is None:
         return None
     asked = f"trace={folder}"
-    trace = _read(folder, Path(folder).stat().st_mtime_ns if Path(folder).exists() else 0)
+    file = Path(folder) / TRACE_FILE if Path(folder).is_dir() else Path(folder)
+    trace = _read(folder, file.stat().st_mtime_ns if file.exists() else 0)
     law = trace.law_of(law_of(config.sampling), asked=asked)
     own = str(draft_name(config.draft))
     if (target := trace.about["target"])["name"] != config.model.name:

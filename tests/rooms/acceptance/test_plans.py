@@ -9,7 +9,6 @@ from llama_ssp.catalogue import load
 from llama_ssp.errors import ConfigError
 from llama_ssp.planning.spec import Pair
 from llama_ssp.rooms.acceptance import plans
-from llama_ssp.rooms.acceptance.arithmetic import Array
 from llama_ssp.rooms.acceptance.trace import OF_LAW, Trace, law_of
 from llama_ssp.run.commands import plan
 from llama_ssp.run.tuning import _expected_acceptance
@@ -119,7 +118,7 @@ def test_a_run_shows_what_its_trace_promised(tmp_path: Path) -> None:
     assert low < forecast["tokens_per_round"] < high
     said = f"by the trace {forecast['tokens_per_round']:.2f} ({low:.2f} to {high:.2f})"
     assert said in ended.out
-    ended = launch("task=generate", *words, f"run_dir={tmp_path}/other").well()
+    ended = launch("task=generate", "prompt=x", *words, f"run_dir={tmp_path}/other").well()
     assert ended.summary["forecast"]["tokens_per_round"] is None
 
 
@@ -130,7 +129,7 @@ def prompts(tmp_path: Path) -> list[Path]:
     texts = [file.read_text() for file in files if file.stat().st_size > 600]
     found = []
     for name in ("one", "two"):
-        chosen: Array = generator.permutation(len(texts))[:60]
+        chosen = generator.permutation(len(texts))[:60]
         pieces = [texts[number][int(generator.integers(len(texts[number]) - 400)) :][:120] for number in chosen]
         found.append(tmp_path / f"{name}.txt")
         found[-1].write_text("\n".join(piece.replace("\n", " ") for piece in pieces) + "\n")

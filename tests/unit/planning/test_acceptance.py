@@ -23,6 +23,7 @@ from llama_ssp.planning.acceptance import (
     tree_tokens,
 )
 from llama_ssp.planning.plan import document, make_plan
+from llama_ssp.planning.spec import Pair
 from llama_ssp.settings.trees import tree_shape
 from tests.helpers.own_conf import OwnConf
 from tests.helpers.planning import make_spec, times_of
@@ -96,7 +97,7 @@ def test_what_a_user_wrote_comes_before_what_was_measured_and_both_before_the_pa
 
 
 def test_a_pair_that_nobody_measured_has_the_default_which_the_table_bears_out(own_conf: OwnConf) -> None:
-    found: Any = expected("13B", "mine", temperature=0.8)
+    found: Any = expected(Pair("13B", "mine", 0.8, "speculative"))
     assert (found.probability, found.ends, found.is_forecast) == (0.75, (0.5, 0.88), True)
     for room in ("heads", "copies", "tokenizers"):  # whose pairs are in the table
         need(room)
