@@ -1,8 +1,8 @@
 """The share of drafted tokens that a target accepts: a figure of the user's, a measured one of the pair, or a default.
 
-Every folder of options may have `pairs.yaml`, a table of measured pairs with their sources, and `measured_pairs.yaml`,
-which a task writes that measures pairs. Of a pair in neither, a plan takes the default of the package's table, with its
-low and its high.
+Who knows a pair is asked first (`planning.spec.KnownPairs`). Every folder of options may have `pairs.yaml`, a table of
+measured pairs with their sources. Of a pair in none, a plan takes the default of the package's table, with its low and
+its high.
 
 A drafted token is accepted less often the further it is from the round's first: a figure without positions declines as
 published ones do, and has the tokens per round of a constant at the K at which it was measured.
@@ -28,7 +28,7 @@ from llama_ssp.settings.drafters import SAME
 from llama_ssp.settings.tasks import task_specs
 from llama_ssp.settings.trees import TreeShape
 
-PAIRS, MEASURED = "pairs.yaml", "measured_pairs.yaml"
+PAIRS = "pairs.yaml"
 PER_TEMPERATURE = 0.15
 """Acceptance that a unit of temperature costs: 0.12 to 0.19 from 0.4 to 1, by docs/benchmarks/acceptance.md."""
 DECLINE, HEAD_DECLINE = 0.99, 0.97
@@ -207,7 +207,7 @@ def _figure(entry: Mapping[str, Any], temperature: float | None) -> Acceptance:
 @cache
 def all_pairs(where: tuple[Path, ...]) -> list[dict[str, Any]]:
     """The contents of the files of several folders, the first to be asked first; the package's table is the last."""
-    return [read_pairs(file) for folder in where for name in (PAIRS, MEASURED) if (file := folder / name).is_file()]
+    return [read_pairs(file) for folder in where if (file := folder / PAIRS).is_file()]
 
 
 def read_pairs(file: Path) -> dict[str, Any]:

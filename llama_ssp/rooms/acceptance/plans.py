@@ -1,19 +1,20 @@
 """The acceptance of plans and of runs by a trace: tokens per round of every K, with their interval over prompts."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import accumulate, repeat
 from operator import mul
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
+from llama_ssp import catalogue
 from llama_ssp.errors import ConfigError
 from llama_ssp.planning.acceptance import HEAD_DECLINE, USUAL_K, Acceptance, acceptance_of
 from llama_ssp.planning.forwards import MOST_DRAFT_TOKENS
 from llama_ssp.planning.spec import Pair
-from llama_ssp.rooms.acceptance.records import TRACE_FILE
+from llama_ssp.rooms.acceptance.records import TRACE_FILE, stored_file
 from llama_ssp.rooms.acceptance.trace import SPECULATIVE, Replay, Trace, law_of
 from llama_ssp.settings.drafters import draft_name, drafts
 from llama_ssp.settings.schema import RunConfig
@@ -53,42 +54,60 @@ def _accepted(probability: float) -> float:
     return math.fsum(accumulate(repeat(probability, USUAL_K), mul))
 
 
-def of_run(config: RunConfig) -> Callable[[Pair], Acceptance | None] | None:
-    """Who knows pairs by the trace that a config names; ConfigError if it is of another target, law or draft."""
-    folder = cast("TracedRun", config).trace
-    if folder is None:
-        return None
-    asked = f"trace={folder}"
-    file = Path(folder) / TRACE_FILE if Path(folder).is_dir() else Path(folder)
-    trace = _read(folder, file.stat().st_mtime_ns if file.exists() else 0)
+def of_run(config: RunConfig) -> Callable[[Pair], Acceptance | None]:
+    """Who knows pairs by the trace that a config names, else by the stored ones.
+
+    Raises ConfigError if the named trace is of another target, of other files or another law, or lacks the draft.
+    """
+    if (folder := cast("TracedRun", config).trace) is None:
+        return partial(_stored, config)
+    asked, own, file = f"trace={folder}", str(draft_name(config.draft)), Path(folder)
+    trace = _read(file / TRACE_FILE if file.is_dir() else file, asked)
     law = trace.law_of(law_of(config.sampling), asked=asked)
-    own = str(draft_name(config.draft))
-    if (target := trace.about["target"])["name"] != config.model.name:
-        raise ConfigError(f"{asked} has texts of model={target['name']}, and this is model={config.model.name}")
+    if (target := trace.about["target"]["name"]) != config.model.name:
+        raise ConfigError(f"{asked} has texts of model={target}, and this is model={config.model.name}")
     if drafts(config.draft) and own not in trace.drafts:
         raise ConfigError(
             f"{asked} has no draft={own}: it has {', '.join(trace.drafts)}; read its texts with that one too, "
             f"task=acceptance task.texts={folder}"
         )
-    if config.reads_files:
-        _check_files(config, {config.model.name: target["files"], own: trace.drafts.get(own, {}).get("files")}, asked)
+    if odd := _changed(config, trace):
+        raise ConfigError(f"{asked} was read with other files than the folder of {odd} has: read the texts anew")
     return partial(_find, trace, law, asked)
 
 
-def _check_files(config: RunConfig, known: Mapping[str, Any], asked: str) -> None:
-    """Compare the files of the models that are here with the ones that have read the texts."""
-    from llama_ssp.weights import hub  # noqa: PLC0415 - other plans need no client of the hub
-    from llama_ssp.weights.hashes import fingerprint  # noqa: PLC0415
+def _stored(config: RunConfig, pair: Pair) -> Acceptance | None:
+    """What the stored trace of a pair says of the law of a config; None without one, and if files have changed."""
+    file = stored_file(pair.target, pair.draft)
+    if not file.is_file():
+        return None
+    trace = _read(file, catalogue.shown(file))
+    laws = [law for law, settings in enumerate(trace.about["laws"]) if settings == law_of(config.sampling)]
+    return _find(trace, laws[0], catalogue.shown(file), pair) if laws and not _changed(config, trace) else None
 
+
+def _changed(config: RunConfig, trace: Trace) -> str | None:
+    """The name of a model of a config that has other files here than the one that has read the texts."""
+    from llama_ssp.weights import hub  # noqa: PLC0415 - other plans need no client of the hub
+    from llama_ssp.weights.hashes import fingerprint  # noqa: PLC0415 - nor torch
+
+    target, known = trace.about["target"], {name: draft["files"] for name, draft in trace.drafts.items()}
+    known = {target["name"]: target["files"]} | known
     for model in filter(None, (config.model, config.draft.model)):
-        here = hub.folder_here(model) if known.get(model.name) else None
-        if here and fingerprint(here) != known[model.name]:
-            raise ConfigError(f"{asked} was read with other files of {model.name} than {here} has: read the texts anew")
+        files = known.get(model.name) if config.reads_files else None
+        here = hub.folder_here(model) if files else None
+        if here and fingerprint(here) != files:
+            return model.name
+    return None
+
+
+def _read(file: Path, asked: str) -> Trace:
+    return _read_once(file, asked, file.stat().st_mtime_ns if file.exists() else 0)
 
 
 @lru_cache(maxsize=8)
-def _read(folder: str, _changed_ns: int) -> Trace:
-    return Trace.read(Path(folder), asked=f"trace={folder}")
+def _read_once(file: Path, asked: str, _changed_ns: int) -> Trace:
+    return Trace.read(file, asked=asked)
 
 
 def _find(trace: Trace, law: int, asked: str, pair: Pair) -> Acceptance | None:

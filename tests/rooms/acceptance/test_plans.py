@@ -7,8 +7,11 @@ import pytest
 
 from llama_ssp.catalogue import load
 from llama_ssp.errors import ConfigError
+from llama_ssp.machines import hardware
+from llama_ssp.planning.plan import make_plan
 from llama_ssp.planning.spec import Pair
 from llama_ssp.rooms.acceptance import plans
+from llama_ssp.rooms.acceptance.records import stored_file
 from llama_ssp.rooms.acceptance.trace import OF_LAW, Trace, law_of
 from llama_ssp.run.commands import plan
 from llama_ssp.run.tuning import _expected_acceptance
@@ -17,6 +20,8 @@ from llama_ssp.weights import hub
 from llama_ssp.weights.hashes import fingerprint
 from tests.helpers.composed import compose_run
 from tests.helpers.in_process import call, launch, planned
+from tests.helpers.own_conf import OwnConf
+from tests.helpers.planning import make_spec
 
 PLAN = ("plan", "model=tiny", "draft=tiny-draft", "hardware=laptop_cpu")
 
@@ -100,7 +105,6 @@ def test_a_trace_of_something_else_is_refused(tmp_path: Path) -> None:
 def test_another_pair_of_a_search_is_not_in_the_trace(tmp_path: Path) -> None:
     config, _ = compose_run("task=generate", "prompt=x", f"trace={made(tmp_path / 'trace')}")
     find = plans.of_run(config)
-    assert find
     assert find(Pair("tiny", "tiny-draft", 0.8, "speculative"))
     assert find(Pair("tiny", "other", 0.8, "speculative")) is None
     assert find(Pair("other", "tiny-draft", 0.8, "speculative")) is None
@@ -120,6 +124,33 @@ def test_a_run_shows_what_its_trace_promised(tmp_path: Path) -> None:
     assert said in ended.out
     ended = launch("task=generate", "prompt=x", *words, f"run_dir={tmp_path}/other").well()
     assert ended.summary["forecast"]["tokens_per_round"] is None
+
+
+def test_what_a_reading_stores_plans_of_the_pair_take(own_conf: OwnConf, tmp_path: Path) -> None:
+    """Not those of another temperature, rule that it does not know, draft or files."""
+    own_conf("pairs.yaml", "pairs: []\n")
+    words = ("task=acceptance", "quiet=true", "device=cpu", "max_new_tokens=16", "batch_size=8", "num_samples=2")
+    ended = launch(*words, "task.store=true", f"run_dir={tmp_path}/run").well()
+    file = stored_file("tiny", "tiny-draft")
+    assert f"stored in {file}: plans of tiny with tiny-draft now take it" in ended.err
+    assert file.read_bytes() == (tmp_path / "run" / "acceptance.npz").read_bytes()
+    (row,) = [row for row in ended.summary["cells"] if (row["rule"], row["num_draft_tokens"]) == ("block", 4)]
+    timed = planned(*PLAN[1:], "verification=block")["time"]
+    assert timed["acceptance_source"].endswith("4 prompts, temperature 0.8, block")
+    assert timed["tokens_per_round"] == pytest.approx(1 + sum(row["by_position"]), rel=1e-6)
+    for other in ("sampling.temperature=1.0", "sampling.top_k=9", "draft=tiny-eagle"):
+        assert "traces" not in planned(*PLAN[1:], other)["time"]["acceptance_source"]
+    trace = Trace.read(file, asked="")
+    changed = dict(trace.about) | {"target": {"name": "tiny", "files": {}}}
+    trace.about["drafts"]["tiny-draft"]["files"]["config.json"] = "0"
+    file.write_bytes(Trace(changed, trace.arrays).to_bytes())
+    assert "traces" not in planned(*PLAN[1:])["time"]["acceptance_source"]
+
+
+def test_a_plan_of_a_pair_that_nobody_measured_says_how_to_measure_it() -> None:
+    spec = make_spec("llama3_70B", "llama3_1B", num_ranks=8, acceptance=None)
+    notes = "\n".join(make_plan(spec, hardware.load("8xa100_80gb")).notes)
+    assert "llama-ssp run task=acceptance task.store=true model=llama3_70B draft=llama3_1B" in notes
 
 
 @pytest.fixture
