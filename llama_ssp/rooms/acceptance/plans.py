@@ -7,20 +7,16 @@ from functools import lru_cache, partial
 from itertools import accumulate, repeat
 from operator import mul
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
 
 from llama_ssp import catalogue
 from llama_ssp.errors import ConfigError
 from llama_ssp.planning.acceptance import HEAD_DECLINE, USUAL_K, Acceptance, acceptance_of
 from llama_ssp.planning.forwards import MOST_DRAFT_TOKENS
 from llama_ssp.planning.spec import Pair
-from llama_ssp.rooms.acceptance.records import TRACE_FILE, stored_file
+from llama_ssp.rooms.acceptance.records import TRACE_FILE
 from llama_ssp.rooms.acceptance.trace import SPECULATIVE, Replay, Trace, law_of
 from llama_ssp.settings.drafters import draft_name, drafts
 from llama_ssp.settings.schema import RunConfig
-
-if TYPE_CHECKING:
-    from llama_ssp.rooms.acceptance.records import TracedRun
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,13 +50,8 @@ def _accepted(probability: float) -> float:
     return math.fsum(accumulate(repeat(probability, USUAL_K), mul))
 
 
-def of_run(config: RunConfig) -> Callable[[Pair], Acceptance | None]:
-    """Who knows pairs by the trace that a config names, else by the stored ones.
-
-    Raises ConfigError if the named trace is of another target, of other files or another law, or lacks the draft.
-    """
-    if (folder := cast("TracedRun", config).trace) is None:
-        return partial(_stored, config)
+def of_trace(config: RunConfig, folder: str) -> Callable[[Pair], Acceptance | None]:
+    """Who knows pairs by a trace; ConfigError if it is of another target, files or law, or lacks the draft."""
     asked, own, file = f"trace={folder}", str(draft_name(config.draft)), Path(folder)
     trace = _read(file / TRACE_FILE if file.is_dir() else file, asked)
     law = trace.law_of(law_of(config.sampling), asked=asked)
@@ -76,11 +67,8 @@ def of_run(config: RunConfig) -> Callable[[Pair], Acceptance | None]:
     return partial(_find, trace, law, asked)
 
 
-def _stored(config: RunConfig, pair: Pair) -> Acceptance | None:
-    """What the stored trace of a pair says of the law of a config; None without one, and if files have changed."""
-    file = stored_file(pair.target, pair.draft)
-    if not file.is_file():
-        return None
+def in_file(config: RunConfig, file: Path, pair: Pair) -> Acceptance | None:
+    """What a stored trace says of a pair and the law of a config; None of another law, and if files have changed."""
     trace = _read(file, catalogue.shown(file))
     laws = [law for law, settings in enumerate(trace.about["laws"]) if settings == law_of(config.sampling)]
     return _find(trace, laws[0], catalogue.shown(file), pair) if laws and not _changed(config, trace) else None

@@ -158,4 +158,4 @@ class TracedPlan(PlanConfig, TracedRun):
 
 TRACE = MoreSettings(name="trace", config=TracedRun, after="hardware", paths=("trace",), changeable=("trace",))
 OF_PLANS = MoreSettings(name="trace of plans", config=TracedPlan, after="hardware")
-BY_TRACE = KnownPairs(name="trace", of_run="llama_ssp.rooms.acceptance.plans:of_run")
+BY_TRACE = KnownPairs(name="trace", of_run="llama_ssp.rooms.acceptance.known:of_run")

@@ -1,5 +1,7 @@
 """Plans and runs that replay a trace: acceptance of each K and rule, refusals, and what fresh texts then do."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +12,7 @@ from llama_ssp.errors import ConfigError
 from llama_ssp.machines import hardware
 from llama_ssp.planning.plan import make_plan
 from llama_ssp.planning.spec import Pair
-from llama_ssp.rooms.acceptance import plans
+from llama_ssp.rooms.acceptance import known
 from llama_ssp.rooms.acceptance.records import stored_file
 from llama_ssp.rooms.acceptance.trace import OF_LAW, Trace, law_of
 from llama_ssp.run.commands import plan
@@ -97,14 +99,14 @@ def test_a_trace_of_something_else_is_refused(tmp_path: Path) -> None:
     assert "say nothing of top_k=5" in refused(f"trace={folder}", "sampling.top_k=5")
     about = dict(content.about) | {"target": {"name": "tiny", "files": {"config.json": "0"}}}
     (folder / "acceptance.npz").write_bytes(Trace(about, content.arrays).to_bytes())
-    assert "was read with other files of tiny" in refused(f"trace={folder}")
+    assert "was read with other files than the folder of tiny has" in refused(f"trace={folder}")
     (folder / "acceptance.npz").write_bytes(b"PK nothing")
     assert "is no trace of task=acceptance" in refused(f"trace={folder}")
 
 
 def test_another_pair_of_a_search_is_not_in_the_trace(tmp_path: Path) -> None:
     config, _ = compose_run("task=generate", "prompt=x", f"trace={made(tmp_path / 'trace')}")
-    find = plans.of_run(config)
+    find = known.of_run(config)
     assert find(Pair("tiny", "tiny-draft", 0.8, "speculative"))
     assert find(Pair("tiny", "other", 0.8, "speculative")) is None
     assert find(Pair("other", "tiny-draft", 0.8, "speculative")) is None
@@ -124,6 +126,13 @@ def test_a_run_shows_what_its_trace_promised(tmp_path: Path) -> None:
     assert said in ended.out
     ended = launch("task=generate", "prompt=x", *words, f"run_dir={tmp_path}/other").well()
     assert ended.summary["forecast"]["tokens_per_round"] is None
+
+
+def test_a_plan_without_a_trace_imports_nothing_for_one() -> None:
+    words = ["model=tiny", "draft=tiny-draft", "hardware=laptop_cpu", "format=json"]
+    code = f"import sys; from llama_ssp.run.commands import plan; plan.main({words}); print('numpy' in sys.modules)"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ended.stdout.splitlines()[-1] == "False"
 
 
 def test_what_a_reading_stores_plans_of_the_pair_take(own_conf: OwnConf, tmp_path: Path) -> None:
@@ -156,7 +165,7 @@ def test_a_plan_of_a_pair_that_nobody_measured_says_how_to_measure_it() -> None:
 @pytest.fixture
 def prompts(tmp_path: Path) -> list[Path]:
     """Two files of prompts of one kind: pieces of the package."""
-    generator, files = np.random.default_rng(2), sorted((Path(plans.__file__).parents[2]).rglob("*.py"))
+    generator, files = np.random.default_rng(2), sorted((Path(known.__file__).parents[2]).rglob("*.py"))
     texts = [file.read_text() for file in files if file.stat().st_size > 600]
     found = []
     for name in ("one", "two"):
