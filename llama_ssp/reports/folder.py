@@ -24,7 +24,7 @@ from llama_ssp.words import visible
 
 COSTS_FILE, MODELS_FILE, LOG_PROBS_FILE = "round_costs.json", "models.json", "logprobs.jsonl"
 CHANGEABLE = (
-    "run_dir", "resume", "quiet", "logprobs", "prompt_logprobs", "timeouts", "hardware", "dry_run",
+    "run_dir", "resume", "quiet", "num_prompts", "logprobs", "prompt_logprobs", "timeouts", "hardware", "dry_run",
     "speculation.acceptance",
     "model.path", "draft.model.path",
 )  # fmt: skip

@@ -24,6 +24,8 @@ from llama_ssp.settings.schema import RunConfig
 from llama_ssp.settings.tasks import request_file, task_of
 
 STANDARD_INPUT = "-"
+_MOST_NAMED = 12
+"""Most categories of a file that an error names."""
 EXCERPT = 40
 """Longest excerpt of a prompt in an error."""
 Message: TypeAlias = dict[str, str]
@@ -104,8 +106,15 @@ def read_prompts(config: RunConfig) -> list[Prompt]:
             raise ConfigError(
                 f"task={config.task.name} needs prompt=TEXT, prompts=FILE, or prompts=- for standard input"
             )
-        return [Prompt(text=text) for text in own_prompts]
-    prompts = [prompt for record in _records(config.prompts) for prompt in _of_record(*record, config.prompts_column)]
+        return [Prompt(text=text) for text in own_prompts[: config.num_prompts]]
+    records = [[*_of_record(*record, config.prompts_column)] for record in _records(config.prompts)]
+    if config.category is not None:
+        categories = sorted({prompt.category for prompts in records for prompt in prompts if prompt.category})
+        records = [prompts for prompts in records if prompts[0].category == config.category]
+        if not records:
+            found = f"it has {', '.join(categories[:_MOST_NAMED])}" if categories else "its records have none"
+            raise ConfigError(f"prompts={config.prompts} has no category={config.category}: {found}")
+    prompts = [prompt for prompts in records[: config.num_prompts] for prompt in prompts]
     if not prompts:
         one_per_line = "" if ending_of(config.prompts) in ENDINGS_WITH_FIELDS else ": write one per line"
         raise ConfigError(f"prompts={config.prompts} holds no prompt{one_per_line}")

@@ -299,6 +299,10 @@ class RunConfig:
         "next.",
     )
     prompts_column: str | None = setting(None, "another column or field of that file.")
+    category: str | None = setting(None, "the records of that file whose `category` this is; null takes all.")
+    num_prompts: int | None = setting(
+        None, "the first N of them, a conversation counting once; a resumed run may ask for more. null takes all."
+    )
     too_long: TooLong = setting(
         TooLong.refuse,
         "a prompt without room for its new tokens in the context ends the run (refuse), is left out with the turns "

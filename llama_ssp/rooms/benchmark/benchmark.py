@@ -19,6 +19,7 @@ from itertools import chain, product
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from llama_ssp.architectures.model_files import GENERATION_CONFIG_FILE
@@ -38,7 +39,7 @@ from llama_ssp.run.session import Session
 from llama_ssp.run.tasks.dry_run import forecast
 from llama_ssp.settings.drafters import SAME, draft_label, drafter_of, vocabulary_of
 from llama_ssp.settings.schema import RunConfig, SamplingConfig
-from llama_ssp.speculate.engine.completion import RowCompletion
+from llama_ssp.speculate.engine.completion import RowCompletion, StopRequest
 from llama_ssp.speculate.engine.loop import Decoder
 from llama_ssp.speculate.engine.state import Request, count_equal_before
 from llama_ssp.storage.formats import format_of
@@ -76,7 +77,7 @@ class Ours:
         last = [update.completion for updates in self.decoder.run(requests, settings) for update in updates]
         seconds = time.perf_counter() - started
         if self.decoder.stopped:
-            raise InterruptedRun("interrupted; the same command with this run_dir measures the cells that are left")
+            raise _interrupted()
         completions = [*{found.request.index: found for found in last}.values()]
         if repetition >= 0:
             self.done.append(completions)
@@ -106,6 +107,10 @@ class Ours:
         return [sum(row.part_s[part] for row in done) / _rounds_s(done) for done in self.done]
 
 
+def _interrupted() -> InterruptedRun:
+    return InterruptedRun("interrupted; the same command with this run_dir measures the cells that are left")
+
+
 def _rounds_s(done: Sequence[RowCompletion]) -> float:
     return sum(sum(row.part_s.values()) for row in done)
 
@@ -117,6 +122,13 @@ class Peers:
     target: PreTrainedModel
     draft: PreTrainedModel | None
     own_draft: Callable[[int], dict[str, object]] | None = None
+    stop_request: StopRequest = field(default_factory=StopRequest)
+
+    def check_stop(self, ids_BT: Tensor, *_scores: object, **_options: object) -> Tensor:
+        """Go on as a stopping criterion of `generate`, called after each step; raises InterruptedRun if stopped."""
+        if self.stop_request.requested:
+            raise _interrupted()
+        return torch.zeros(len(ids_BT), dtype=torch.bool, device=ids_BT.device)
 
     def ms_per_token(
         self, prompts: Sequence[tuple[int, ...]], *, num_new_tokens: int, sampling: SamplingConfig,
@@ -125,7 +137,7 @@ class Peers:
         """Complete the prompts; returns milliseconds per new token, including prefill.
 
         Plain prompts of one length are completed together, others one by one: the library assists one row only.
-        `num_draft_tokens` is None for `generate` without an assistant.
+        `num_draft_tokens` is None for `generate` without an assistant. Raises InterruptedRun.
         """
         is_one_batch = num_draft_tokens is None and len({len(ids) for ids in prompts}) == 1
         batches = [list(prompts)] if is_one_batch else [[ids] for ids in prompts]
@@ -133,6 +145,7 @@ class Peers:
             "max_new_tokens": num_new_tokens,
             "repetition_penalty": sampling.repetition_penalty,
             "do_sample": sampling.temperature > 0,
+            "stopping_criteria": [self.check_stop],
         }
         if sampling.temperature > 0:
             top_p = 1.0 if sampling.top_p is None else sampling.top_p
@@ -243,7 +256,8 @@ def _peers(session: Session) -> Peers | None:
     )
     of_library = drafter_of(drafting).of_library
     own_draft = partial(of_library, drafting) if of_library else None
-    return Peers(target=target, draft=drafts[0] if drafts else None, own_draft=own_draft)
+    draft = drafts[0] if drafts else None
+    return Peers(target=target, draft=draft, own_draft=own_draft, stop_request=session.stop_request)
 
 
 def _candidates(num_draft_tokens: int | None, *, batch_size: int, peers: Peers | None) -> list[str]:

@@ -16,8 +16,6 @@ if TYPE_CHECKING:  # plans need none of them
     from llama_ssp.reports.summary import CompletionPair
     from llama_ssp.rooms.evaluate.martingales import TextSums
 
-MOST_PROMPTS = 90 * 90  # All products of two numbers of two digits.
-
 
 @dataclass(kw_only=True)
 class EvaluateConfig(TaskConfig):
@@ -30,7 +28,6 @@ class EvaluateConfig(TaskConfig):
         "equal, up to near ties), or arithmetic (are products right equally often).",
     )
     gate: bool = setting(False, "true ends with exit code 1 if the suite fails, for CI.")
-    num_prompts: int = setting(1000, "of suite=arithmetic, the products to compute.")
     margin: float = setting(0.1, "of suite=arithmetic; rates that differ by less count as equivalent.")
     near_tie: float | None = setting(
         None,
@@ -128,11 +125,10 @@ EVALUATE = TaskSpec(
     needs_draft=True,
     has_both_modes=True,
     ranges=(
-        ("num_prompts", lambda n: 1 <= n <= MOST_PROMPTS, f"at least 1 and at most {MOST_PROMPTS}, for example 1000"),
         ("margin", lambda m: 0 < m < 1, "a difference of two rates, between 0 and 1, for example 0.1"),
         ("near_tie", lambda t: 0 <= t < math.inf, "0 or more nats, or {null} for the number format's own"),
     ),
-    changeable=("gate", "margin", "near_tie", "num_prompts"),
+    changeable=("gate", "margin", "near_tie"),
     variant="suite",
     failure="an evaluation with gate=true failed",
     former={"eval": "task=evaluate suite=arithmetic"},

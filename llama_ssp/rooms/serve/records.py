@@ -116,7 +116,7 @@ def _full_rows(config: RunConfig) -> tuple[RunConfig, int]:
 SERVE = TaskSpec(
     config=ServeConfig,
     run="llama_ssp.rooms.serve.http:serve",
-    reads_prompts=False,
+    reads_prompts=lambda _config: False,
     paths=("api_key_file",),
     ranges=(
         ("port", lambda n: 0 <= n < 1 << 16, "between 0 and 65535, for example 8000"),
@@ -161,7 +161,7 @@ BATCH = RequestFile(
     problems=partial(
         _problems_of_bodies,
         source="from a batch file",
-        unread=("prompts_column", "too_long", "task.format", "task.in_order"),
+        unread=("prompts_column", "category", "num_prompts", "too_long", "task.format", "task.in_order"),
     ),
     run="llama_ssp.rooms.serve.batch:complete_batch",
 )

@@ -5,13 +5,17 @@ from pathlib import Path
 
 import pytest
 
-from llama_ssp.rooms.benchmark.benchmark import Ours
+from llama_ssp.errors import InterruptedRun
+from llama_ssp.rooms.benchmark.benchmark import Ours, Peers
 from llama_ssp.settings.combinations import clashes
+from llama_ssp.settings.schema import SamplingConfig
 from llama_ssp.speculate.drafters.drafter import Drafter
+from llama_ssp.speculate.engine.completion import StopRequest
 from llama_ssp.speculate.sampling.rules import Rule
 from tests.helpers.decoders import make_decoder, parts_of
 from tests.helpers.doors import BLOCK, config_of, save_models
 from tests.helpers.in_process import Ended, launch
+from tests.helpers.models import tiny_model
 from tests.helpers.prefix_runner import PrefixRunner
 from tests.helpers.reports import report
 from tests.helpers.rooms import copies, copying
@@ -89,6 +93,25 @@ def test_no_repetition_of_a_benchmark_copies_from_an_earlier_one() -> None:
     first, second = (done.accepted_lengths for (done,) in measured.done)
     assert first == second
     assert sum(first) < 15
+
+
+@pytest.mark.parametrize("num_draft_tokens", [None, 2])
+def test_a_stop_ends_the_texts_of_the_library_at_their_next_step(num_draft_tokens: int | None) -> None:
+    stop, forwards = StopRequest(), list[int]()
+    models = [tiny_model("llama").eval() for _ in range(2)]
+
+    def ask(*_: object) -> None:
+        forwards.append(1)
+        if len(forwards) == 3:
+            stop.ask()
+
+    models[0].register_forward_hook(ask)
+    peers = Peers(target=models[0], draft=models[1], stop_request=stop)
+    with pytest.raises(InterruptedRun, match="measures the cells that are left"):
+        peers.ms_per_token(
+            [(2, 3, 4)], num_new_tokens=100, sampling=SamplingConfig(), num_draft_tokens=num_draft_tokens
+        )
+    assert len(forwards) == 3
 
 
 def test_a_benchmark_drafts_no_more_than_a_block_in_any_cell(folders: dict[str, Path]) -> None:

@@ -21,12 +21,11 @@ BAD = {
     "task=evaluate suite=agreements": "unknown suite 'agreements': there are agreement, arithmetic, distribution; did",
     "task=evaluate sampling=greedy": "at temperature 0 all samples of a prompt are equal: use suite=agreement",
     "task=evaluate num_samples=2": "num_samples=2 is too few for suite=distribution: give at least 20",
-    "task=evaluate task.num_prompts=5": "task.num_prompts has no effect on suite=distribution",
     "task=evaluate suite=agreement task.margin=0.2": "task.margin has no effect on suite=agreement",
     "task=evaluate suite=arithmetic task.near_tie=0": "task.near_tie has no effect on suite=arithmetic",
     "task=evaluate suite=arithmetic prompt=a": "prompt has no effect on suite=arithmetic, which makes its own",
     "task=evaluate suite=arithmetic num_samples=2": "num_samples has no effect on suite=arithmetic, which co",
-    "task=evaluate suite=arithmetic task.num_prompts=0": "task.num_prompts=0 must be at least 1 and at most 8100",
+    "task=evaluate suite=arithmetic num_prompts=8101": "num_prompts=8101 is more than the 8100 products of two",
     "task=evaluate suite=arithmetic task.margin=1": "task.margin=1.0 must be a difference of two rates",
     "task=evaluate suite=agreement task.near_tie=-1": "task.near_tie=-1.0 must be 0 or more nats",
     "task=evaluate suite=agreement sampling.temperature=1": "suite=agreement compares greedy text, and sampling.temp",
@@ -71,8 +70,8 @@ def test_a_verdict_may_be_found_anew_with_other_limits_and_of_no_other_suite(tmp
         lines = [f"  {key}: {value}" for key, value in {"name": "evaluate", "suite": "agreement", **task}.items()]
         RunFolder(tmp_path, "\n".join(["task:", *lines, ""])).close()
 
-    open_with(gate="false", margin=0.1, near_tie="null", num_prompts=10)
-    open_with(gate="true", margin=0.2, near_tie=1.0, num_prompts=20)
+    open_with(gate="false", margin=0.1, near_tie="null")
+    open_with(gate="true", margin=0.2, near_tie=1.0)
     with pytest.raises(ConfigError, match=r'\(task.suite was "agreement" and is now "arithmetic"\)'):
         open_with(suite="arithmetic")
 
@@ -113,19 +112,19 @@ def test_the_prompts_are_those_of_the_suite_or_the_users() -> None:
     def texts(*words: str) -> list[str]:
         return [prompt.text for prompt in read_prompts(compose_run(EVALUATE, *words)[0])]
 
-    assert [text.count("\n") for text in texts("task.suite=arithmetic", "task.num_prompts=5")] == [3] * 5
+    assert [text.count("\n") for text in texts("task.suite=arithmetic", "num_prompts=5")] == [3] * 5
     assert "def factorial(n):\n    " in texts()
     assert texts("prompt=import") == ["import"]
 
 
-SWEPT = ("num_samples=20", "prompt=import", "task.num_prompts=5", "task.near_tie=0.01")
+SWEPT = ("num_samples=20", "prompt=import", "task.near_tie=0.01")
 
 
 @pytest.mark.parametrize(
     ("suite", "unread", "left"),
     [
-        ("distribution", ["task.num_prompts", "task.near_tie"], (20, "import")),
-        ("agreement", ["task.num_prompts", "num_samples"], (1, "import")),
+        ("distribution", ["task.near_tie"], (20, "import")),
+        ("agreement", ["num_samples"], (1, "import")),
         ("arithmetic", ["task.near_tie", "prompt", "num_samples"], (1, None)),
     ],
 )
@@ -137,4 +136,4 @@ def test_at_a_point_of_a_sweep_what_its_suite_cannot_use_is_a_warning(
     assert {each.key for each in found} == set(unread)
     assert any(str(each).startswith(f"{unread[0]} has no effect on suite={suite}") for each in found)
     assert (config.num_samples, config.prompt) == left
-    assert [prompt.text.count("*") for prompt in read_prompts(config)] == ([4] * 5 if suite == "arithmetic" else [0])
+    assert [prompt.text.count("*") for prompt in read_prompts(config)] == ([4] * 1000 if suite == "arithmetic" else [0])

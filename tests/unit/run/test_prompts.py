@@ -105,6 +105,21 @@ def test_a_table_is_read_by_its_columns_and_keeps_the_others(ending: str, tmp_pa
         assert texts_of(file, f"prompt\n{'a ' * 10**5}\n") == ["a " * 10**5], "as long as a context"
 
 
+def test_some_records_are_taken_by_their_number_and_their_category(tmp_path: Path) -> None:
+    file = tmp_path / "p.jsonl"
+    records = [("math", ["a", "b"]), ("math", ["c"]), (None, ["d"]), ("code", ["e"]), ("math", ["f"])]
+    file.write_text("".join(json.dumps({"category": name, "turns": turns}) + "\n" for name, turns in records))
+
+    def taken(**settings: Any) -> str:
+        run = RunConfig(task=GenerateConfig(), model=ModelConfig(name="tiny"), draft=DrafterConfig(), prompts=str(file))
+        return "".join(prompt.text for prompt in read_prompts(replace(run, **settings)))
+
+    assert (taken(num_prompts=2), taken(category="math")) == ("abc", "abcf")
+    assert (taken(category="math", num_prompts=2), taken(num_prompts=9)) == ("abc", "abcdef")
+    with pytest.raises(ConfigError, match=r"has no category=maths: it has code, math$"):
+        taken(category="maths")
+
+
 @pytest.mark.parametrize(
     ("name", "text", "column", "sentence"),
     [

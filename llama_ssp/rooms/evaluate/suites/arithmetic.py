@@ -6,12 +6,17 @@ one-sided tests show that the rates differ by less than `task.margin`, and a pro
 
 import random
 import re
+from collections.abc import Iterator
 
 from llama_ssp.reports.records import PLAIN, SPECULATIVE, CompletionLine, Evaluation, Measure
 from llama_ssp.rooms.evaluate.records import Evidence, Suite, task_and_suite
 from llama_ssp.rooms.evaluate.statistics import rate_difference, wilson
 from llama_ssp.settings.schema import RunConfig
 
+MOST_PROMPTS = 90 * 90
+"""All products of two numbers of two digits."""
+NUM_PROMPTS = 1000
+"""How many a run computes that does not say num_prompts."""
 NUM_EXAMPLES = 3
 FALSE_PASS_RATE = 0.05
 """Highest probability of a pass if the true rates differ by the margin or more."""
@@ -21,15 +26,20 @@ _ANSWER = re.compile(r"\s*(\d+)\b")
 
 def prompts(config: RunConfig) -> list[str]:
     """Make prompts that depend on the seed alone: more of them begin with the same ones."""
-    task, _ = task_and_suite(config)
     products = [(first, second) for first in range(10, 100) for second in range(10, 100)]
     random.Random(config.seed).shuffle(products)
     made = []
-    for number in range(task.num_prompts):
+    for number in range(config.num_prompts or NUM_PROMPTS):
         question, *examples = [products[(number + place) % len(products)] for place in range(NUM_EXAMPLES + 1)]
         lines = [f"{first} * {second} = {first * second}" for first, second in examples]
         made.append("\n".join([*lines, f"{question[0]} * {question[1]} ="]))
     return made
+
+
+def problems(config: RunConfig) -> Iterator[str]:
+    """Yield what is wrong with the number of products."""
+    if (config.num_prompts or 0) > MOST_PROMPTS:
+        yield f"num_prompts={config.num_prompts} is more than the {MOST_PROMPTS} products of two numbers of two digits"
 
 
 def is_right(line: CompletionLine) -> bool:
@@ -71,8 +81,9 @@ SUITE = Suite(
     name="arithmetic",
     judge=judge,
     prompts=prompts,
+    problems=problems,
     # A space, four digits and the end of the line, each at most a token, and some room.
     defaults={"max_new_tokens": 8, "stop_strings": ["\n"]},
-    settings=("num_prompts", "margin"),
+    settings=("margin",),
     why_one_sample="which counts every prompt once: give more prompts with num_prompts=",
 )
