@@ -23,7 +23,7 @@ from llama_ssp import catalogue
 from llama_ssp.catalogue import LOCAL
 from llama_ssp.errors import ConfigError, one_message
 from llama_ssp.planning.printed import accepted, command
-from llama_ssp.planning.spec import FindAcceptance, Pair, PlanSpec
+from llama_ssp.planning.spec import FindAcceptance, PlannedPair, PlanSpec
 from llama_ssp.settings.drafters import SAME
 from llama_ssp.settings.tasks import task_specs
 from llama_ssp.settings.trees import TreeShape
@@ -115,14 +115,14 @@ def _solved(rising: Callable[[float], float], wanted: float, *, least: float = 0
 
 
 def expected(
-    pair: Pair, known_by: Sequence[FindAcceptance] = (), *, has_model: bool = True, decline: float = DECLINE
+    pair: PlannedPair, known_by: Sequence[FindAcceptance] = (), *, has_model: bool = True, decline: float = DECLINE
 ) -> Acceptance:
     """The pair's own figure, else the default; raises ConfigError for a user's file that is wrong."""
     found: Acceptance | None = next(filter(None, (find(pair) for find in known_by)), None)
     return found or replace(_in_tables(pair, has_model=has_model), decline=decline)
 
 
-def _in_tables(pair: Pair, *, has_model: bool) -> Acceptance:
+def _in_tables(pair: PlannedPair, *, has_model: bool) -> Acceptance:
     if found := known(pair.target, pair.draft, temperature=pair.temperature):
         return found
     if not has_model:

@@ -32,7 +32,7 @@ from llama_ssp.settings.tasks import task_of
 from llama_ssp.settings.trees import TreeShape
 
 
-class Pair(NamedTuple):
+class PlannedPair(NamedTuple):
     """A target and a draft, by the names of their models, or by the draft's kind, at a temperature and with a rule."""
 
     target: str
@@ -46,7 +46,7 @@ class KnownPairs:
     """Who knows the acceptance of pairs, such as a file of measurements that a setting names.
 
     Attributes:
-        of_run: `module:function` that takes a config, and returns a function from a `Pair` to a
+        of_run: `module:function` that takes a config, and returns a function from a `PlannedPair` to a
             `planning.acceptance.Acceptance` or None; None if the config asks for nothing. Raises ConfigError.
     """
 
@@ -56,7 +56,7 @@ class KnownPairs:
 
 
 KNOWN_PAIRS: Registry[KnownPairs] = Registry(setting="known pairs", kind=KnownPairs)
-FindAcceptance = Callable[[Pair], Any]
+FindAcceptance = Callable[[PlannedPair], Any]
 
 
 def pairs_known_by(config: RunConfig) -> tuple[FindAcceptance, ...]:
@@ -140,9 +140,9 @@ class PlanSpec:
         return self.draft.name if self.draft else self.free_draft
 
     @property
-    def pair(self) -> Pair:
+    def pair(self) -> PlannedPair:
         """Its models, as who knows acceptances is asked."""
-        return Pair(self.target.name, str(self.draft_name), self.temperature, self.rule)
+        return PlannedPair(self.target.name, str(self.draft_name), self.temperature, self.rule)
 
     @property
     def takes_best(self) -> bool:

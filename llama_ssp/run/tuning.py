@@ -13,7 +13,7 @@ from typing import Any
 from llama_ssp.architectures.engine import CATCH_UP_CHUNK
 from llama_ssp.errors import ConfigError
 from llama_ssp.planning.acceptance import Acceptance, expected
-from llama_ssp.planning.spec import Pair, pairs_known_by
+from llama_ssp.planning.spec import PlannedPair, pairs_known_by
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.ranks.failures import from_rank_0
 from llama_ssp.reports.folder import COSTS_FILE, RunFolder
@@ -77,7 +77,7 @@ def _expected_acceptance(config: RunConfig) -> list[float]:
     rule, known_by = config.verification.rule if temperature else AT_ZERO, pairs_known_by(config)
 
     def figure(draft: str, *, has_model: bool) -> Acceptance:
-        return expected(Pair(config.model.name, draft, temperature, rule), known_by, has_model=has_model)
+        return expected(PlannedPair(config.model.name, draft, temperature, rule), known_by, has_model=has_model)
 
     first = figure(str(draft_name(config.draft)), has_model=config.draft.model is not None).probability
     for known in (config.source.acceptance(config), config.speculation.acceptance):

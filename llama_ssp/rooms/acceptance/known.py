@@ -10,10 +10,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from llama_ssp.planning.acceptance import Acceptance
-    from llama_ssp.planning.spec import Pair
+    from llama_ssp.planning.spec import PlannedPair
 
 
-def of_run(config: RunConfig) -> "Callable[[Pair], Acceptance | None]":
+def of_run(config: RunConfig) -> "Callable[[PlannedPair], Acceptance | None]":
     """Who knows pairs for a config; raises as `plans.of_trace`."""
     if (folder := cast("TracedRun", config).trace) is None:
         return partial(_stored, config)
@@ -22,7 +22,7 @@ def of_run(config: RunConfig) -> "Callable[[Pair], Acceptance | None]":
     return of_trace(config, folder)
 
 
-def _stored(config: RunConfig, pair: "Pair") -> "Acceptance | None":
+def _stored(config: RunConfig, pair: "PlannedPair") -> "Acceptance | None":
     """What the stored trace of a pair says; None without one."""
     if not (file := stored_file(pair.target, pair.draft)).is_file():
         return None

@@ -12,7 +12,7 @@ from llama_ssp import catalogue
 from llama_ssp.errors import ConfigError
 from llama_ssp.planning.acceptance import HEAD_DECLINE, USUAL_K, Acceptance, acceptance_of
 from llama_ssp.planning.forwards import MOST_DRAFT_TOKENS
-from llama_ssp.planning.spec import Pair
+from llama_ssp.planning.spec import PlannedPair
 from llama_ssp.rooms.acceptance.records import TRACE_FILE
 from llama_ssp.rooms.acceptance.trace import SPECULATIVE, Replay, Trace, law_of
 from llama_ssp.settings.drafters import draft_name, drafts
@@ -50,7 +50,7 @@ def _accepted(probability: float) -> float:
     return math.fsum(accumulate(repeat(probability, USUAL_K), mul))
 
 
-def of_trace(config: RunConfig, folder: str) -> Callable[[Pair], Acceptance | None]:
+def of_trace(config: RunConfig, folder: str) -> Callable[[PlannedPair], Acceptance | None]:
     """Who knows pairs by a trace; ConfigError if it is of another target, files or law, or lacks the draft."""
     asked, own, file = f"trace={folder}", str(draft_name(config.draft)), Path(folder)
     trace = _read(file / TRACE_FILE if file.is_dir() else file, asked)
@@ -67,7 +67,7 @@ def of_trace(config: RunConfig, folder: str) -> Callable[[Pair], Acceptance | No
     return partial(_find, trace, law, asked)
 
 
-def in_file(config: RunConfig, file: Path, pair: Pair) -> Acceptance | None:
+def in_file(config: RunConfig, file: Path, pair: PlannedPair) -> Acceptance | None:
     """What a stored trace says of a pair and the law of a config; None of another law, and if files have changed."""
     trace = _read(file, catalogue.shown(file))
     laws = [law for law, settings in enumerate(trace.about["laws"]) if settings == law_of(config.sampling)]
@@ -98,7 +98,7 @@ def _read_once(file: Path, asked: str, _changed_ns: int) -> Trace:
     return Trace.read(file, asked=asked)
 
 
-def _find(trace: Trace, law: int, asked: str, pair: Pair) -> Acceptance | None:
+def _find(trace: Trace, law: int, asked: str, pair: PlannedPair) -> Acceptance | None:
     if pair.draft not in trace.drafts or pair.target != trace.about["target"]["name"]:
         return None
     rules = trace.rules(pair.draft, law)

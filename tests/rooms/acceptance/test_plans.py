@@ -11,7 +11,7 @@ from llama_ssp.catalogue import load
 from llama_ssp.errors import ConfigError
 from llama_ssp.machines import hardware
 from llama_ssp.planning.plan import make_plan
-from llama_ssp.planning.spec import Pair
+from llama_ssp.planning.spec import PlannedPair
 from llama_ssp.rooms.acceptance import known
 from llama_ssp.rooms.acceptance.records import stored_file
 from llama_ssp.rooms.acceptance.trace import OF_LAW, Trace, law_of
@@ -107,9 +107,9 @@ def test_a_trace_of_something_else_is_refused(tmp_path: Path) -> None:
 def test_another_pair_of_a_search_is_not_in_the_trace(tmp_path: Path) -> None:
     config, _ = compose_run("task=generate", "prompt=x", f"trace={made(tmp_path / 'trace')}")
     find = known.of_run(config)
-    assert find(Pair("tiny", "tiny-draft", 0.8, "speculative"))
-    assert find(Pair("tiny", "other", 0.8, "speculative")) is None
-    assert find(Pair("other", "tiny-draft", 0.8, "speculative")) is None
+    assert find(PlannedPair("tiny", "tiny-draft", 0.8, "speculative"))
+    assert find(PlannedPair("tiny", "other", 0.8, "speculative")) is None
+    assert find(PlannedPair("other", "tiny-draft", 0.8, "speculative")) is None
     assert {"temperature", "top_k"} <= {*OF_LAW}
 
 

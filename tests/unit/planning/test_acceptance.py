@@ -23,7 +23,7 @@ from llama_ssp.planning.acceptance import (
     tree_tokens,
 )
 from llama_ssp.planning.plan import document, make_plan
-from llama_ssp.planning.spec import Pair
+from llama_ssp.planning.spec import PlannedPair
 from llama_ssp.settings.trees import tree_shape
 from tests.helpers.own_conf import OwnConf
 from tests.helpers.planning import make_spec, times_of
@@ -91,13 +91,13 @@ def test_what_a_user_wrote_comes_before_the_package_and_who_knows_a_pair_before_
     keep(own_conf, entry(0.5) | {"target": "30B", "draft": "7B"})
     assert of_pair("30B", "7B").probability == 0.5
     known_by = [lambda _pair: None, lambda pair: module.Acceptance(probability=0.3, source=pair.rule)]
-    found = expected(Pair("30B", "7B", 0.8, "block"), known_by)
+    found = expected(PlannedPair("30B", "7B", 0.8, "block"), known_by)
     assert (found.probability, found.source) == (0.3, "block")
-    assert expected(Pair("30B", "7B", 0.8, "block"), known_by[:1]).probability == 0.5
+    assert expected(PlannedPair("30B", "7B", 0.8, "block"), known_by[:1]).probability == 0.5
 
 
 def test_a_pair_that_nobody_measured_has_the_default_which_the_table_bears_out(own_conf: OwnConf) -> None:
-    found: Any = expected(Pair("13B", "mine", 0.8, "speculative"))
+    found: Any = expected(PlannedPair("13B", "mine", 0.8, "speculative"))
     assert (found.probability, found.ends, found.is_forecast) == (0.75, (0.5, 0.88), True)
     for room in ("heads", "copies", "tokenizers"):  # whose pairs are in the table
         need(room)
