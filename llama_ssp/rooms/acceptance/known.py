@@ -1,9 +1,9 @@
 """Who knows pairs: the trace that a run or a plan names, else the stored ones, which few have. Imports nothing slow."""
 
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
-from llama_ssp.rooms.acceptance.records import TracedRun, stored_file
+from llama_ssp.rooms.acceptance.records import stored_file
 from llama_ssp.settings.schema import RunConfig
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 def of_run(config: RunConfig) -> "Callable[[PlannedPair], Acceptance | None]":
     """Who knows pairs for a config; raises as `plans.of_trace`."""
-    if (folder := cast("TracedRun", config).trace) is None:
+    if (folder := getattr(config, "trace", None)) is None:  # the library's settings are without those of rooms
         return partial(_stored, config)
     from llama_ssp.rooms.acceptance.plans import of_trace  # noqa: PLC0415 - numpy takes a tenth of a second
 
