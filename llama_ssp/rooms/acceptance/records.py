@@ -32,9 +32,7 @@ class AcceptanceConfig(TaskConfig):
         "texts of the target that are read: the folder or run.jsonl of a run, or a JSONL of prompt and completion; "
         "null samples them first.",
     )
-    temperatures: list[float] = made(
-        list, "temperatures of the sampled texts, num_samples at each; none takes sampling.temperature."
-    )
+    temperatures: list[float] = made(list, "of the sampled texts, num_samples at each; none takes that of sampling.")
     longest: int = setting(8, "the largest K.")
     store: bool = setting(False, "true keeps the trace in your own folder, and plans and runs of its pairs take it.")
     default_prompts: list[str] = made(list, "prompts of a run without prompt= or prompts=.")
