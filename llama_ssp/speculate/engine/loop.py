@@ -300,7 +300,7 @@ class Decoding:
         if self.round.steps:
             self._use_steps([owner.request for owner in self.rows.decoding])
         choice = self.decoder.length.choose(self._unread.num_tokens)
-        if self.round.limit and all(self._outgrew(owner, choice) for owner in self.rows.decoding):
+        if all(owner.request.num_draft_tokens == 0 or self._outgrew(owner, choice) for owner in self.rows.decoding):
             return DraftChoice(0)  # no row will be drafted for again, so that nothing is skipped
         if choice.num_tokens:
             if self._state and (unread := self._unread.take_prompts(choice.source)):
@@ -334,7 +334,8 @@ class Decoding:
     def _use_steps(self, requests: Sequence[Request]) -> None:
         """Let the next draws take the steps that these requests need, if rows have settings of their own."""
         if steps := self.round.steps:
-            steps.follow([request.sampling for request in requests if request.sampling])
+            samplings = [request.sampling for request in requests if request.sampling]
+            steps.follow(samplings, limits=any(request.num_draft_tokens is not None for request in requests))
 
     def _fail(self, request: Request, error: SspError) -> None:
         """Let a request end by an error of its own."""
@@ -565,7 +566,8 @@ class Decoding:
         """Number of drafted tokens of a row that a round could accept, before its new tokens are known."""
         if not choice.num_tokens or self._outgrew(owner, choice, num_ahead=owner.num_ahead):
             return 0
-        return num_drafted if owner.has_bonus else owner.num_ahead + 1
+        number, most = num_drafted if owner.has_bonus else owner.num_ahead + 1, owner.request.num_draft_tokens
+        return number if most is None else min(number, most)
 
     def _up_to_end(self, owner: RowCompletion, ids: list[int]) -> tuple[list[int], FinishReason | None]:
         """Cut what follows the first end-of-sequence token or completed stop, also inside a draft."""

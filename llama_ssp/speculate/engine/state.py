@@ -44,6 +44,8 @@ class Request:
         num_equal_before: how many equal prompts came before it (`count_equal_before`).
         seed, sampling, stops: in place of the run's.
         ignores_eos: it goes on after an end-of-sequence token.
+        num_draft_tokens: the most drafted tokens of a round that become its text, in batches whose rows have settings
+            of their own; 0 decodes plainly, None takes all.
     """
 
     index: int
@@ -55,6 +57,7 @@ class Request:
     sampling: SamplingConfig | None = field(default=None, compare=False)
     stops: StopStrings | None = field(default=None, compare=False)
     ignores_eos: bool = False
+    num_draft_tokens: int | None = None
 
     def key(self, seed: int) -> int:
         """The key of its uniforms, in a run of this seed."""
@@ -131,7 +134,8 @@ class BatchState(NamedTuple):
         for first in range(0, len(requests), few):  # not all at a time, to save memory
             some = slice(first, first + few)
             uniforms_BMN[some] = table.uniforms(keys_B[some, None], starts_BM[some])
-        sampling_BX = torch.tensor([settings_of(request.sampling) for request in requests], dtype=torch.float64)
+        settings = [settings_of(request.sampling, most_drafted=request.num_draft_tokens) for request in requests]
+        sampling_BX = torch.tensor(settings, dtype=torch.float64)
         rows = lengths_B, limits_B, first_round_B, keys_B, lengths_B.clone(), ahead_B, to_device(sampling_BX, device)
         return cls(to_device(tokens_BS, device), *rows, uniforms_BMN)
 

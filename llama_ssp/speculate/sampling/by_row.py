@@ -3,7 +3,7 @@
 The settings of a row are numbers in the batch's tensors: a round does the same operators whatever they are. Greedy rows
 are a law too: probability 1 at the best token, which every rule then drafts, accepts and draws.
 
-    settings of a row   | 1 / temperature | top_k | top_p | min_p | three penalties | M ids | M biases |
+    settings of a row   | 1 / temperature | top_k | top_p | min_p | three penalties | most drafted | M ids | M biases |
 
 What a row's settings leave out changes no bit of its probabilities, so its text is as in a batch of its own. Sorting
 a vocabulary and counting tokens cost time: rounds do so only while a row needs it (`RowSteps`).
@@ -21,12 +21,12 @@ from llama_ssp.settings.schema import MOST_BIASES, SamplingConfig
 from llama_ssp.speculate.sampling.context import Context, count_tokens
 from llama_ssp.speculate.sampling.processors import scale_of
 
-_NUM_NUMBERS, _MOST_KEPT = 7, 2**31
+_NUM_NUMBERS, _MOST_KEPT = 8, 2**31
 NUM_SETTINGS = _NUM_NUMBERS + 2 * MOST_BIASES
 """X."""
 
 
-def settings_of(sampling: SamplingConfig | None) -> list[float]:
+def settings_of(sampling: SamplingConfig | None, *, most_drafted: int | None = None) -> list[float]:
     """The X settings of a row; none in batches whose rows have the settings of the run."""
     if sampling is None:
         return []
@@ -35,8 +35,14 @@ def settings_of(sampling: SamplingConfig | None) -> list[float]:
         scale_of(sampling.temperature) if sampling.temperature else 0.0,
         min(sampling.top_k or 0, _MOST_KEPT), sampling.top_p or 1.0, sampling.min_p or 0.0,
         sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty,
+        _MOST_KEPT if most_drafted is None else most_drafted,
         *sampling.logit_bias, *missing, *sampling.logit_bias.values(), *missing,
     ]  # fmt: skip
+
+
+def most_drafted_of(sampling_BX: Tensor) -> Tensor:
+    """The most drafted tokens (B, 1) of a round that each row accepts, int64; above every draft if it takes all."""
+    return sampling_BX[:, _NUM_NUMBERS - 1 : _NUM_NUMBERS].long()
 
 
 @dataclass(kw_only=True)
@@ -45,11 +51,13 @@ class RowSteps:
 
     truncates: bool = False
     penalizes: bool = False
+    limits: bool = False
 
-    def follow(self, samplings: Sequence[SamplingConfig]) -> None:
-        """Take the steps that any of these settings of rows needs."""
+    def follow(self, samplings: Sequence[SamplingConfig], *, limits: bool) -> None:
+        """Take the steps that any of these settings needs; `limits`: a row takes fewer drafted tokens than others."""
         self.truncates = any(sampling.truncates for sampling in samplings)
         self.penalizes = any(sampling.penalizes for sampling in samplings)
+        self.limits = limits
 
 
 class ByRow:
@@ -67,7 +75,7 @@ class ByRow:
         logits_BTV = logits_BTV.to(torch.promote_types(logits_BTV.dtype, torch.float32))
         numbers_XB11 = context.sampling_BX.T[:_NUM_NUMBERS, :, None, None]
         if self.steps.penalizes:
-            logits_BTV = _penalized(logits_BTV, context, numbers_XB11[4:])
+            logits_BTV = _penalized(logits_BTV, context, numbers_XB11[4:7])
         scale_B11 = numbers_XB11[0].to(logits_BTV.dtype)
         is_greedy_B11 = scale_B11 == 0
         scaled_BTV = logits_BTV * scale_B11.masked_fill(is_greedy_B11, 1.0)
