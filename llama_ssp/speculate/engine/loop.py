@@ -574,9 +574,10 @@ class Decoding:
         reason: FinishReason | None = None
         if self._to_length:
             return ids, reason
-        if not (owner.request.ignores_eos or self.decoder.eos_ids.isdisjoint(ids)):
-            ids = ids[: next(place for place, token in enumerate(ids, start=1) if token in self.decoder.eos_ids)]
-            reason = "eos"
+        ends = {*owner.request.stop_ids, *(() if owner.request.ignores_eos else self.decoder.eos_ids)}
+        if not ends.isdisjoint(ids):
+            ids = ids[: next(place for place, token in enumerate(ids, start=1) if token in ends)]
+            reason = "stop" if ids[-1] in owner.request.stop_ids else "eos"
         if owner.stop_watch and (num_until_stop := owner.stop_watch.num_until_stop(ids)):
             ids, reason = ids[:num_until_stop], "stop"
         return ids, reason

@@ -43,7 +43,6 @@ from llama_ssp.speculate.engine.clock import HostClock
 from llama_ssp.speculate.engine.held import PromptRow
 from llama_ssp.speculate.engine.state import BatchState
 from llama_ssp.speculate.engine.verifier import Decision, Verifier
-from llama_ssp.speculate.sampling.by_row import most_drafted_of
 from llama_ssp.speculate.sampling.context import Context, Rows
 from llama_ssp.speculate.sampling.draft import POINT_MASS, Draft, Law, Topology
 from llama_ssp.speculate.sampling.trees import Tree
@@ -291,7 +290,7 @@ class Round:
 
     def _most(self, longest: int | None, state: BatchState) -> Tensor | None:
         """The most drafted tokens (B, 1) of each row, 0 where the draft cannot serve it; None if no row has a limit."""
-        most_B1 = most_drafted_of(state.sampling_BX) if self.steps and self.steps.limits else None
+        most_B1 = state.most_drafted_B[:, None] if self.steps and self.steps.limits else None
         if longest is None:
             return most_B1
         is_served_B1 = self.draft_rows(state).lengths_B[:, None] <= longest
