@@ -113,9 +113,11 @@ class BatchState(NamedTuple):
         tokens_BS = torch.zeros(batch_size, num_slots, dtype=torch.int64, device=table.device)
         shape = batch_size, num_rounds, table.num_uniforms
         uniforms_BMN = torch.arange(math.prod(shape), dtype=torch.float64, device=table.device).mul_(_GOLDEN).frac_()
-        lengths_B, limits_B, first_round_B, keys_B, prompts_B, *others = tokens_BS.new_zeros(7, batch_size).unbind()
+        lengths_B, limits_B, first_round_B, keys_B, prompts_B, ahead_B, most_B = tokens_BS.new_zeros(
+            7, batch_size
+        ).unbind()
         sampling_BX = uniforms_BMN.new_zeros(batch_size, num_settings)
-        rows = lengths_B, limits_B, first_round_B, keys_B, prompts_B, *others, sampling_BX
+        rows = lengths_B, limits_B, first_round_B, keys_B, prompts_B, ahead_B, most_B, sampling_BX
         state = cls(tokens_BS, *rows, uniforms_BMN.view(shape))
         state.vacate(slice(None))
         return state
@@ -134,7 +136,8 @@ class BatchState(NamedTuple):
             most = _ALL_DRAFTED if request.num_draft_tokens is None else request.num_draft_tokens
             ends, first = length + request.max_new_tokens, row * num_rounds - length
             numbers.append((length, ends, first, request.key(seed), 0, most))
-        lengths_B, limits_B, first_round_B, keys_B, *others = to_device([*zip(*numbers, strict=True)], device).unbind()
+        found_XB = to_device([*zip(*numbers, strict=True)], device)
+        lengths_B, limits_B, first_round_B, keys_B, ahead_B, most_B = found_XB.unbind()
         uniforms_BMN = torch.empty(width, dtype=torch.float64, device=device)
         starts_BM = lengths_B[:, None] + torch.arange(num_rounds, device=device)
         few = max(_MOST_UNIFORMS // uniforms_BMN[0].numel(), 1)
@@ -142,7 +145,16 @@ class BatchState(NamedTuple):
             some = slice(first, first + few)
             uniforms_BMN[some] = table.uniforms(keys_B[some, None], starts_BM[some])
         sampling_BX = torch.tensor([settings_of(request.sampling) for request in requests], dtype=torch.float64)
-        rows = lengths_B, limits_B, first_round_B, keys_B, lengths_B.clone(), *others, to_device(sampling_BX, device)
+        rows = (
+            lengths_B,
+            limits_B,
+            first_round_B,
+            keys_B,
+            lengths_B.clone(),
+            ahead_B,
+            most_B,
+            to_device(sampling_BX, device),
+        )
         return cls(to_device(tokens_BS, device), *rows, uniforms_BMN)
 
     @property
