@@ -82,7 +82,7 @@ class Front:
             Route("/v1/responses", self._respond, methods=["POST"]),
             Route("/tokenize", self._tokenize, methods=["POST"]),
             Route("/detokenize", self._detokenize, methods=["POST"]),
-            Route("/health", self._health), Route("/metrics", self._metrics.page),
+            Route("/health", self._health), Route("/metrics", self._count),
         ]  # fmt: skip
         app = Starlette(
             routes=routes, middleware=[*([cors] if allowed else []), Middleware(_WithKey, key=_key_of(self._task))],
@@ -131,6 +131,9 @@ class Front:
 
     async def _health(self, _request: Request) -> Response:
         return _Json({"status": "ok"})
+
+    async def _count(self, _request: Request) -> Response:
+        return Response(self._metrics.page(), media_type="text/plain; version=0.0.4")
 
     async def _models(self, request: Request) -> Response:
         models = {

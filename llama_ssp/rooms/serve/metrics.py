@@ -15,8 +15,6 @@ from prometheus_client import (
     disable_created_metrics,
     generate_latest,
 )
-from starlette.requests import Request
-from starlette.responses import Response
 
 from llama_ssp.rooms.serve.inbox import Inbox
 from llama_ssp.rooms.serve.protocol import Answer
@@ -106,6 +104,6 @@ class Metrics:
         rate = (len(self._ended_s) - 1) / max(time.monotonic() - self._ended_s[0], 1e-3)
         return max(1, min(round(1 / rate), 60))
 
-    async def page(self, _request: Request) -> Response:
-        """Answer Prometheus."""
-        return Response(generate_latest(self._registry), media_type="text/plain; version=0.0.4")
+    def page(self) -> bytes:
+        """The text for Prometheus."""
+        return generate_latest(self._registry)
