@@ -117,7 +117,7 @@ def _full_rows(config: RunConfig) -> tuple[RunConfig, int]:
 SERVE = TaskSpec(
     config=ServeConfig,
     run="llama_ssp.rooms.serve.http:serve",
-    reads_prompts=False,
+    reads_prompts=lambda _config: False,
     paths=("api_key_file",),
     ranges=(
         ("port", lambda n: 0 <= n < 1 << 16, "between 0 and 65535, for example 8000"),
