@@ -297,10 +297,13 @@ class Decoding:
 
     def _choose(self) -> DraftChoice:
         """Choose what the next round drafts; a drafter that has not read all prompts reads them now if it drafts."""
-        if self.round.steps:
+        if steps := self.round.steps:
             self._use_steps([owner.request for owner in self.rows.decoding])
         choice = self.decoder.length.choose(self._unread.num_tokens)
-        if self.round.limit and all(self._outgrew(owner, choice) for owner in self.rows.decoding):
+        has_limits = self.round.limit or (steps and steps.limits)
+        if has_limits and all(
+            owner.request.num_draft_tokens == 0 or self._outgrew(owner, choice) for owner in self.rows.decoding
+        ):
             return DraftChoice(0)  # no row will be drafted for again, so that nothing is skipped
         if choice.num_tokens:
             if self._state and (unread := self._unread.take_prompts(choice.source)):
@@ -334,7 +337,8 @@ class Decoding:
     def _use_steps(self, requests: Sequence[Request]) -> None:
         """Let the next draws take the steps that these requests need, if rows have settings of their own."""
         if steps := self.round.steps:
-            steps.follow([request.sampling for request in requests if request.sampling])
+            samplings = [request.sampling for request in requests if request.sampling]
+            steps.follow(samplings, limits=any(request.num_draft_tokens is not None for request in requests))
 
     def _fail(self, request: Request, error: SspError) -> None:
         """Let a request end by an error of its own."""
@@ -565,16 +569,18 @@ class Decoding:
         """Number of drafted tokens of a row that a round could accept, before its new tokens are known."""
         if not choice.num_tokens or self._outgrew(owner, choice, num_ahead=owner.num_ahead):
             return 0
-        return num_drafted if owner.has_bonus else owner.num_ahead + 1
+        number, most = num_drafted if owner.has_bonus else owner.num_ahead + 1, owner.request.num_draft_tokens
+        return number if most is None else min(number, most)
 
     def _up_to_end(self, owner: RowCompletion, ids: list[int]) -> tuple[list[int], FinishReason | None]:
         """Cut what follows the first end-of-sequence token or completed stop, also inside a draft."""
         reason: FinishReason | None = None
         if self._to_length:
             return ids, reason
-        if not (owner.request.ignores_eos or self.decoder.eos_ids.isdisjoint(ids)):
-            ids = ids[: next(place for place, token in enumerate(ids, start=1) if token in self.decoder.eos_ids)]
-            reason = "eos"
+        ends = {*owner.request.stop_ids, *(() if owner.request.ignores_eos else self.decoder.eos_ids)}
+        if not ends.isdisjoint(ids):
+            ids = ids[: next(place for place, token in enumerate(ids, start=1) if token in ends)]
+            reason = "stop" if ids[-1] in owner.request.stop_ids else "eos"
         if owner.stop_watch and (num_until_stop := owner.stop_watch.num_until_stop(ids)):
             ids, reason = ids[:num_until_stop], "stop"
         return ids, reason
