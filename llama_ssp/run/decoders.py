@@ -36,12 +36,12 @@ from llama_ssp.speculate.engine.completion import StopRequest
 from llama_ssp.speculate.engine.executors import make_executor
 from llama_ssp.speculate.engine.held import Reuse
 from llama_ssp.speculate.engine.loop import Decoder, RunSettings
+from llama_ssp.speculate.engine.masks import constraint_of
 from llama_ssp.speculate.engine.overlap import OverlappedRound
 from llama_ssp.speculate.engine.round import Round
 from llama_ssp.speculate.engine.text import StopStrings
 from llama_ssp.speculate.engine.verifier import Verifier
 from llama_ssp.speculate.sampling.by_row import RowSteps
-from llama_ssp.speculate.sampling.masks import constraint_of
 from llama_ssp.speculate.sampling.rules import ForcedLengths, make_rule
 from llama_ssp.speculate.sampling.shards import WHOLE, Shard
 from llama_ssp.speculate.sampling.trees import verify_tree

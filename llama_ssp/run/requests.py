@@ -13,8 +13,8 @@ from llama_ssp.run.chat import NO_ARGUMENTS, in_template
 from llama_ssp.run.lengths import problem_of_length, refuse
 from llama_ssp.run.prompts import EXCERPT, Message, Prompt
 from llama_ssp.settings.schema import RunConfig, TooLong
+from llama_ssp.speculate.engine.masks import Vocabulary
 from llama_ssp.speculate.engine.state import Request, count_equal_before
-from llama_ssp.speculate.sampling.masks import Vocabulary
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -2,12 +2,8 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from llama_ssp.registry import Registry
-
-if TYPE_CHECKING:  # which asks for constraints
-    from llama_ssp.settings.schema import SamplingConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,19 +11,19 @@ class ConstraintRecord:
     """A kind of constraint.
 
     Attributes:
-        is_asked: whether sampling has one of this kind.
+        is_asked: whether a `SamplingConfig` has one of this kind.
         begin: `module:function` that gets the sampling and the vocabulary, and returns the
-            `speculate.sampling.masks.Constraint` of a new text; ConfigError refuses what is asked for.
+            `speculate.engine.masks.Constraint` of a new text; ConfigError refuses what is asked for.
     """
 
     name: str
-    is_asked: "Callable[[SamplingConfig], object]"
+    is_asked: Callable[[object], object]
     begin: str
 
 
 CONSTRAINTS: Registry[ConstraintRecord] = Registry(setting="sampling", kind=ConstraintRecord)
 
 
-def constraint_asked(sampling: "SamplingConfig") -> ConstraintRecord | None:
+def constraint_asked(sampling: object) -> ConstraintRecord | None:
     """The constraint that sampling asks for; None for none."""
     return next((record for record in CONSTRAINTS.all().values() if record.is_asked(sampling)), None)

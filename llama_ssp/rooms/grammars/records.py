@@ -1,4 +1,4 @@
-"""The records of structured texts: their settings, served fields, and what does not combine with them. Imports no torch.
+"""The records of structured texts: settings, served fields, and what does not combine with them. Imports no torch.
 
 Every kind becomes a grammar in the notation of llguidance, which is refused before a model is loaded.
 """
@@ -40,9 +40,7 @@ class GrammarSampling(SamplingConfig):
     )
     regex: str | None = setting(None, "the whole text matches this regular expression.")
     choice: list[str] = made(list, "the text is one of these.")
-    grammar: str | None = setting(
-        None, "the text follows this grammar in Lark's notation, or the file .lark with one."
-    )
+    grammar: str | None = setting(None, "the text follows this grammar in Lark's notation, or the file .lark with one.")
 
 
 def given_of(sampling: object) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """The grammar of one text, by llguidance: which tokens may follow the text, and each drafted token after it.
 
-A token is allowed if its bytes, after those of the text, begin a text of the grammar, and an end-of-sequence token where
-the text may end. Limits of the library count steps, not seconds, so that they are the same on every rank; a text that
-exceeds them is left without an allowed token.
+A token is allowed if text and token together begin a text of the grammar, byte by byte, and an end-of-sequence token
+where the text may end. Limits of the library count steps, not seconds, so that they are the same on every rank; a text
+that exceeds them is left without an allowed token.
 """
 
 from collections.abc import Sequence
@@ -10,12 +10,11 @@ from functools import lru_cache
 from typing import Any
 
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from llama_ssp.errors import ConfigError
 from llama_ssp.rooms.grammars.records import given_of, grammar_of, refusal_of
 from llama_ssp.settings.schema import SamplingConfig
-from llama_ssp.speculate.sampling.masks import WORD, Vocabulary
+from llama_ssp.speculate.engine.masks import WORD, Vocabulary
 from llama_ssp.token_bytes import reader_of
 from llama_ssp.words import key_of
 
@@ -32,7 +31,7 @@ def begin(sampling: SamplingConfig, vocabulary: Vocabulary) -> "GrammarText":
 
 
 class GrammarText:
-    """A `Constraint`; see `speculate.sampling.masks`.
+    """A `Constraint`; see `speculate.engine.masks`.
 
     Attributes:
         may_end, is_over: see `Constraint`.
@@ -111,10 +110,12 @@ class _Tokens:
     """The tokens of a vocabulary, as llguidance asks for them."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
-        self._tokenizer: PreTrainedTokenizerBase = vocabulary.tokenizer
+        self._tokenizer = vocabulary.tokenizer
         added, read = self._tokenizer.added_tokens_decoder, reader_of(self._tokenizer)
-        names = self._tokenizer.convert_ids_to_tokens(range(min(len(self._tokenizer), vocabulary.size)))
-        known = [str(added[token].content).encode() if token in added else read(name) for token, name in enumerate(names)]
+        names = self._tokenizer.convert_ids_to_tokens([*range(min(len(self._tokenizer), vocabulary.size))])
+        known = [
+            str(added[token].content).encode() if token in added else read(name) for token, name in enumerate(names)
+        ]
         self.tokens = [*known, *[b""] * (vocabulary.size - len(known))]
         self.special_token_ids = [token for token, one in added.items() if one.special and token < vocabulary.size]
         self.eos_token_id, self.bos_token_id = (*vocabulary.eos_ids, 0)[0], None

@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from llama_ssp.speculate.engine.masks import Constraint
 from llama_ssp.speculate.engine.state import Request
 from llama_ssp.speculate.engine.text import StopWatch
-from llama_ssp.speculate.sampling.masks import Constraint
 
 FinishReason = Literal["length", "eos", "stop"]
 PARTS = ("draft", "verify", "other")

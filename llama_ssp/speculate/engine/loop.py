@@ -31,6 +31,7 @@ from llama_ssp.speculate.engine.clock import EventClock, HostClock
 from llama_ssp.speculate.engine.completion import PARTS, FinishReason, RowCompletion, StopRequest, share_time
 from llama_ssp.speculate.engine.held import PromptRow, Reuse
 from llama_ssp.speculate.engine.likelihoods import ScoredText, TokenScores, score_in_rows
+from llama_ssp.speculate.engine.masks import Constraint
 from llama_ssp.speculate.engine.results import Launched, RowResult, Update
 from llama_ssp.speculate.engine.round import DraftChoice, Executor, Round
 from llama_ssp.speculate.engine.rows import Backlog, RowTable
@@ -39,7 +40,6 @@ from llama_ssp.speculate.engine.text import StopStrings
 from llama_ssp.speculate.engine.threads import Threads
 from llama_ssp.speculate.engine.verifier import STOP_REQUESTED
 from llama_ssp.speculate.sampling.draft import POINT_MASS, Law
-from llama_ssp.speculate.sampling.masks import Constraint
 
 More = Callable[["Decoding", int], Sequence[Request] | None]
 """Called before each round with the number of free rows; returns new requests, or None when there will be no more."""
@@ -591,7 +591,7 @@ class Decoding:
     def _up_to_end_of(
         self, constraint: Constraint, owner: RowCompletion, ids: list[int]
     ) -> tuple[list[int], FinishReason | None]:
-        """The same of a text with a constraint: stops count only where it may end, and it ends where nothing follows."""
+        """The same of a text with a constraint: stops count where it may end, and it ends where nothing can follow."""
         for number, token in enumerate(ids, start=1):
             if token in self.decoder.eos_ids:
                 return ids[:number], "eos"

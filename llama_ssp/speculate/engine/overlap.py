@@ -36,12 +36,12 @@ from llama_ssp.models.runner import Runner
 from llama_ssp.speculate.drafters.limited import DraftLimit
 from llama_ssp.speculate.drafters.shared import AheadDrafter
 from llama_ssp.speculate.engine.clock import HostClock
+from llama_ssp.speculate.engine.masks import Constraint
 from llama_ssp.speculate.engine.round import DraftChoice, Executor, Round
 from llama_ssp.speculate.engine.state import BatchState
 from llama_ssp.speculate.engine.verifier import GOES_ON, Verifier
 from llama_ssp.speculate.sampling.context import Rows
 from llama_ssp.speculate.sampling.draft import POINT_MASS, Draft, Law, PointMass, Verdict
-from llama_ssp.speculate.sampling.masks import Constraint
 from llama_ssp.speculate.sampling.rules import verify_ahead
 
 

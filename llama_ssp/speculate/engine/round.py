@@ -41,11 +41,11 @@ from llama_ssp.speculate.drafters.drafter import Drafter, Remembering, TreeTable
 from llama_ssp.speculate.drafters.limited import DraftLimit
 from llama_ssp.speculate.engine.clock import HostClock
 from llama_ssp.speculate.engine.held import PromptRow
+from llama_ssp.speculate.engine.masks import Constraint, Drafted, Masks, first_masks
 from llama_ssp.speculate.engine.state import BatchState
 from llama_ssp.speculate.engine.verifier import Decision, Verifier
 from llama_ssp.speculate.sampling.context import Context, Rows
 from llama_ssp.speculate.sampling.draft import POINT_MASS, Draft, Law, Topology
-from llama_ssp.speculate.sampling.masks import Constraint, Drafted, Masks, first_masks
 from llama_ssp.speculate.sampling.trees import Tree
 from llama_ssp.speculate.sampling.uniforms import Draws, UniformTable
 from llama_ssp.workspaces import find_parts
@@ -168,15 +168,16 @@ class Round:
             drafted = executor.run(drafting, state)
             clock.add("draft")
         if constraints:
-            result = self._constrained(executor, state, choice, behind, drafted, constraints, bucket=bucket)
+            how: Any = {"choice": choice, "behind": behind, "drafted": drafted, "bucket": bucket}
+            result = self._constrained(executor, state, constraints, **how)
         else:
             result = executor.run(self.verify_stage(choice, *behind, bucket=bucket), state, *drafted)
         clock.add("verify")
         return result, POINT_MASS
 
     def _constrained(
-        self, executor: Executor, state: BatchState, choice: DraftChoice, behind: list[Stage], drafted: tuple[Any, ...],
-        constraints: Sequence[Constraint | None], *, bucket: int,
+        self, executor: Executor, state: BatchState, constraints: Sequence[Constraint | None], *, choice: DraftChoice,
+        behind: Sequence[Stage], drafted: tuple[Any, ...], bucket: int,
     ) -> Tensor:  # fmt: skip
         """Score the drafted tokens; verify with the masks that the host makes meanwhile."""
         assert self.masks, "a round of a batch whose rows may have constraints"

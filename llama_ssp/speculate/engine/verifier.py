@@ -17,9 +17,9 @@ from torch import Tensor
 
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.speculate.drafters.shared import BatchSplit
+from llama_ssp.speculate.engine.masks import forbidden
 from llama_ssp.speculate.sampling.context import Context
 from llama_ssp.speculate.sampling.draft import Draft, Verdict
-from llama_ssp.speculate.sampling.masks import forbidden
 from llama_ssp.speculate.sampling.rules import ForcedLengths, Rule
 from llama_ssp.speculate.sampling.uniforms import Draws
 
@@ -34,8 +34,8 @@ class Decision(NamedTuple):
         node_B1: see `Verdict`.
         next_ids_B1: the token that follows.
         flags_B1: STOP_REQUESTED or NEWS if the deciding rank has announced it, plus NOT_A_NUMBER in rows whose logits
-            are NaN, plus EMPTY in rows whose masks and bans leave no token, plus GOES_ON where the next token is drafted
-            too, so that the tokens after it stay in flight (`overlap`).
+            are NaN, plus EMPTY in rows whose masks and bans leave no token, plus GOES_ON where the next token is
+            drafted too, so that the tokens after it stay in flight (`overlap`).
     """
 
     node_B1: Tensor

@@ -16,9 +16,9 @@ from torch import Tensor
 from llama_ssp.rooms.grammars.records import GrammarSampling
 from llama_ssp.rooms.grammars.text import begin
 from llama_ssp.settings.schema import SamplingConfig, VerificationConfig
+from llama_ssp.speculate.engine.masks import forbidden
 from llama_ssp.speculate.sampling.context import Context
 from llama_ssp.speculate.sampling.draft import Draft, Topology, Verdict
-from llama_ssp.speculate.sampling.masks import forbidden
 from llama_ssp.speculate.sampling.processors import processor
 from llama_ssp.speculate.sampling.rules import Rule, make_rule
 from llama_ssp.speculate.sampling.trees import Tree, verify_tree
@@ -136,7 +136,7 @@ def test_a_law_that_is_renormalized_twice_is_another() -> None:
     assert error("(ab|b){1,2}", SAMPLINGS["temperature"], "speculative", 2, wrap=Twice) > 1e-3
 
 
-@grid(regex=list(LANGUAGES), shape=["2x1", "2x2", "1x1x1", "3x1"])
+@grid(regex=list(LANGUAGES), shape=["2x1", "1x1x1"])
 def test_a_tree_has_the_law_of_the_restricted_target(regex: str, shape: str) -> None:
     assert tree_error(regex, shape) < 1e-12
 
@@ -161,12 +161,11 @@ def tree_error(
 
     def verify(tree: Tree, draft: Draft, _: Tensor, *, draws: Draws) -> Verdict:
         nodes = tree.nodes(len(draft.ids_BK))
-        bits, logits = [], []
+        bits = []
         paths = [nodes.paths_BTD[0, node, : nodes.depths_BT[0, node]] - 1 for node in range(tree.num_drafted + 1)]
         for row, ids in enumerate(draft.ids_BK.tolist()):
             bits.append(masks(regex, (), (*ids,), (*parents_of(nodes, row),)))
-        for path_D in paths:
-            logits.append(free.logits[len(path_D)][0][codes_of(draft.ids_BK[:, path_D], free.vocab_size)])
+        logits = [free.logits[len(path_D)][0][codes_of(draft.ids_BK[:, path_D], free.vocab_size)] for path_D in paths]
         is_forbidden_BTV = forbidden(torch.stack(bits), range(free.vocab_size))
         target_BTV = process(torch.stack(logits, dim=1).masked_fill(is_forbidden_BTV, float("-inf")))
         return verify_tree(tree, draft, target_BTV, draws=draws)

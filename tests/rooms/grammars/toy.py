@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llama_ssp.speculate.sampling.masks import Vocabulary
+from llama_ssp.speculate.engine.masks import Vocabulary
 
 TOKENS = (b"a", b"b", b"ab", b"")
 EOS = 3
@@ -29,11 +29,11 @@ class Toy:
     def __len__(self) -> int:
         return len(TOKENS)
 
-    def convert_ids_to_tokens(self, ids: range) -> list[str]:
+    def convert_ids_to_tokens(self, ids: list[int]) -> list[str]:
         return [TOKENS[token].decode() for token in ids]
 
     def __call__(self, text: str, **_: Any) -> Any:  # noqa: ANN401
-        raise AssertionError("no text is cut into tokens")
+        raise AssertionError(f"{text!r} is cut into tokens")
 
 
 VOCABULARY = Vocabulary(Toy(), len(TOKENS), (EOS,))  # type: ignore[arg-type]
