@@ -5,7 +5,7 @@ Every kind becomes a grammar in the notation of llguidance, which is refused bef
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -15,16 +15,17 @@ from typing import Any
 from llama_ssp.catalogue import read_path
 from llama_ssp.errors import ConfigError
 from llama_ssp.fields import made, setting
+from llama_ssp.foreign import Counterpart
 from llama_ssp.groups import MoreSettings
 from llama_ssp.settings.combinations import Ability
 from llama_ssp.settings.constraints import ConstraintRecord
 from llama_ssp.settings.schema import RunConfig, SamplingConfig
-from llama_ssp.settings.tasks import NoEffect, task_of
+from llama_ssp.settings.tasks import NoEffect, ServedField, task_of
 from llama_ssp.words import installing, key_of, listed, said
 
 MOST_BYTES = 1 << 18
 """Of a grammar: larger ones take seconds to read."""
-_KINDS = ("json_schema", "regex", "choice", "grammar")
+KINDS = ("json_schema", "regex", "choice", "grammar")
 _EVERY_TOKEN = '%llguidance {"no_forcing": true}\n'
 """Allows each token whose bytes fit, and not only the ones that a tokenizer would choose for them."""
 _PLACE = re.compile(r"^(at )?\d+\(\d+\): ")
@@ -45,7 +46,7 @@ class GrammarSampling(SamplingConfig):
 
 def given_of(sampling: object) -> dict[str, Any]:
     """What is asked for, by its kind; nothing in sampling without these settings."""
-    return {kind: value for kind in _KINDS if (value := getattr(sampling, kind, None)) not in (None, [])}
+    return {kind: value for kind in KINDS if (value := getattr(sampling, kind, None)) not in (None, [])}
 
 
 def grammar_of(sampling: object) -> str:
@@ -109,8 +110,20 @@ def _refused(grammar: str) -> str:
     found: str = LLMatcher.validate_grammar(LLMatcher.grammar_from_lark(grammar))
     if found.startswith("WARNING"):
         return ""
-    reason, _, _ = found.partition("\n   ")  # the place in the text that was made
-    return " ".join(_PLACE.sub("", reason).split())
+    reason, _, where = found.partition("\n   ")  # the place in the text that was made
+    causes = [line for line in where.splitlines() if line.startswith("error: ")]
+    return " ".join(_PLACE.sub("", " ".join([reason, *causes])).split())
+
+
+def _schema(value: object) -> str | None:
+    if isinstance(value, str):
+        return value
+    return json.dumps(value) if isinstance(value, Mapping | bool) else None
+
+
+def _texts(value: object) -> list[str] | None:
+    is_list = isinstance(value, Sequence) and not isinstance(value, str)
+    return [*value] if is_list and all(isinstance(one, str) for one in value) else None
 
 
 def _problems(config: RunConfig) -> Iterator[str | NoEffect]:
@@ -126,19 +139,29 @@ def _problems(config: RunConfig) -> Iterator[str | NoEffect]:
     task = task_of(config)
     if task.reads_prompts and config.task.name not in {"generate", "compare"}:
         yield f"{key_of(keys[0])} needs texts that are kept: use task=generate or task=compare"
-    if config.logprobs is not None:
-        yield f"{said('logprobs', config.logprobs)} knows no law of structured texts: leave {key_of(keys[0])} out"
 
 
 GRAMMAR = ConstraintRecord(name="grammar", is_asked=given_of, begin="llama_ssp.rooms.grammars.text:begin")
 SETTINGS = MoreSettings(
     name="grammars", config=GrammarSampling, after="min_new_tokens",
     paths=("sampling.json_schema", "sampling.regex", "sampling.grammar"),
+    readers={
+        "json_schema": (_schema, "a schema as a mapping or a text"),
+        "choice": (_texts, "a list of texts"),
+    },
 )  # fmt: skip
+OF_JSON = Counterpart(
+    "guided_json json_schema response_format structured_outputs", "sampling.json_schema",
+    "sampling.json_schema=FILE.json makes documents of a schema",
+)  # fmt: skip
+OF_REGEX = Counterpart("guided_regex", "sampling.regex", "sampling.regex=[0-9]+ makes texts that it matches")
+OF_CHOICE = Counterpart("guided_choice", "sampling.choice", "sampling.choice=[yes,no] makes one of these texts")
+OF_GRAMMAR = Counterpart("guided_grammar", "sampling.grammar", "sampling.grammar=FILE.lark makes texts of a grammar")
 
 
 def _words(config: RunConfig) -> Mapping[str, object]:
-    return {"structured": key_of(f"sampling.{next(iter(given_of(config.sampling)), _KINDS[0])}")}
+    structured = key_of(f"sampling.{next(iter(given_of(config.sampling)), KINDS[0])}")
+    return {"structured": structured, "logprobs": said("logprobs", config.logprobs)}
 
 
 STRUCTURED = Ability(
@@ -146,8 +169,21 @@ STRUCTURED = Ability(
     has=lambda config: given_of(config.sampling),
     clashes={
         "overlap": "{structured} waits for the drafted tokens in each round: leave {overlap} out",
-        "forced lengths": "{structured} allows what {forced} would accept in its place: leave one out",
+        "forced lengths": "{structured} would forbid tokens that {forced} accepts: leave one out",
+        "log-probabilities": "{structured} makes a law that {logprobs} does not know: leave one out",
     },
     words=_words,
     problems=_problems,
 )
+
+
+def _field(name: str, kind: str) -> ServedField:
+    return ServedField(name=name, kind=kind, read=f"llama_ssp.rooms.grammars.fields:{name}")
+
+
+RESPONSE_FORMAT = _field("response_format", "an object")
+STRUCTURED_OUTPUTS = _field("structured_outputs", "an object")
+GUIDED_JSON = _field("guided_json", "an object or a text")
+GUIDED_REGEX = _field("guided_regex", "a text")
+GUIDED_CHOICE = _field("guided_choice", "a list of texts")
+GUIDED_GRAMMAR = _field("guided_grammar", "a text")

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from llama_ssp.errors import ConfigError
@@ -42,9 +43,9 @@ class GrammarText:
         self._first, self._text = first, list[int]()
         self._eos_ids = vocabulary.eos_ids
         self._restore()
-        words = bytearray(-(-vocabulary.size // WORD) * 4)
-        words[:] = self._matcher.compute_bitmask().ljust(len(words), b"\0")
-        self.can_begin = any(words)
+        first_X = torch.zeros(-(-vocabulary.size // WORD), dtype=torch.int32)
+        self._write(first_X)
+        self.can_begin = bool(first_X.any())
 
     def extend(self, token: int) -> None:
         """See `Constraint`."""

@@ -69,7 +69,7 @@ def constraint_of(sampling: SamplingConfig, vocabulary: Vocabulary) -> Constrain
     return begun
 
 
-class Masks(Workspace):
+class TokenMasks(Workspace):
     """The masks of a round's rows, in one place of the device."""
 
     def __init__(self, num_places: int, vocab_size: int, device: torch.device) -> None:

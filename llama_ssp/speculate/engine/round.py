@@ -41,7 +41,7 @@ from llama_ssp.speculate.drafters.drafter import Drafter, Remembering, TreeTable
 from llama_ssp.speculate.drafters.limited import DraftLimit
 from llama_ssp.speculate.engine.clock import HostClock
 from llama_ssp.speculate.engine.held import PromptRow
-from llama_ssp.speculate.engine.masks import Constraint, Drafted, Masks, first_masks
+from llama_ssp.speculate.engine.masks import Constraint, Drafted, TokenMasks, first_masks
 from llama_ssp.speculate.engine.state import BatchState
 from llama_ssp.speculate.engine.verifier import Decision, Verifier
 from llama_ssp.speculate.sampling.context import Context, Rows
@@ -135,7 +135,7 @@ class Round:
         self.verifier, self.steps = verifier, verifier.rule.steps
         num_draft_tokens = max([drafter.num_draft_tokens for drafter in drafters], default=0)
         self.max_tokens_per_round = num_draft_tokens + 1
-        self.masks = Masks(self.max_tokens_per_round, target.vocab_size, target.device) if has_masks else None
+        self.masks = TokenMasks(self.max_tokens_per_round, target.vocab_size, target.device) if has_masks else None
         self.last_and_drafted_W = torch.arange(-1, num_draft_tokens, device=target.device)
         self.uniforms = UniformTable(num_draft_tokens, target.device)
         self._inputs_4M = torch.zeros(4, SHORT_PROMPTS[-1], dtype=torch.int64, device=target.device)
