@@ -113,7 +113,8 @@ def remarks(runs: Sequence[Run]) -> list[str]:
     """What marks mean, and what intervals leave out, in sentences."""
     summaries = [run.summary for run in runs]
     drifted = [
-        f"Plain completions of {visible(folder)} took {100 * drift:+.0f} % when they were made again at the end"
+        f"Plain completions of {visible(folder)} took {100 * abs(drift):.0f} % {'more' if drift > 0 else 'less'} time "
+        "when they were made again at the end"
         + ("; speed-ups over them have no interval." if abs(drift) > MOST_DRIFT else ".")
         for folder, drift in drifts_of(runs).items()
     ]

@@ -22,8 +22,8 @@ def to_markdown(runs: Sequence[Run], _missing: Sequence[str] = ()) -> str:
 
 
 def to_latex(runs: Sequence[Run], _missing: Sequence[str] = ()) -> str:
-    """Lay out the tables in LaTeX, with the rules of booktabs."""
-    return "% \\usepackage{booktabs}\n" + _laid_out(runs, _latex, _tex)
+    """Lay out the tables in LaTeX, with the rules of booktabs; graphicx makes those fit that are wider than a line."""
+    return "% \\usepackage{booktabs, graphicx}\n" + _laid_out(runs, _latex, _tex)
 
 
 def _laid_out(runs: Sequence[Run], lay_out: Callable[[str, Table], str], escape: Callable[[str], str]) -> str:
@@ -87,9 +87,11 @@ def _latex(title: str, shown: Table) -> str:
     places = "l" * shown.num_left + "r" * (len(shown.columns) - shown.num_left)
     rows = [" & ".join(map(text, row)) for row in shown.rows]
     lines = [
-        r"\begin{table}", r"\centering", rf"\caption{{{_tex(title)}}}", rf"\begin{{tabular}}{{{places}}}", r"\toprule",
+        r"\begin{table}", r"\centering", rf"\caption{{{_tex(title)}}}",
+        r"\resizebox{\ifdim\width>\linewidth\linewidth\else\width\fi}{!}{%",
+        rf"\begin{{tabular}}{{{places}}}", r"\toprule",
         " & ".join(map(_tex, shown.columns)) + r" \\", r"\midrule", *(rf"{row} \\" for row in rows), r"\bottomrule",
-        r"\end{tabular}", r"\end{table}",
+        r"\end{tabular}}", r"\end{table}",
     ]  # fmt: skip
     return "\n".join(lines)
 

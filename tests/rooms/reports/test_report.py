@@ -156,6 +156,9 @@ def test_latex_is_balanced_and_escaped(sweep: Path) -> None:
     assert (text.count(r"\toprule"), text.count(r"\midrule"), text.count(r"\bottomrule")) == (4, 4, 4)
     text, captions = re.subn(r"\\caption\{([A-Za-z -]+)\}", r"\1", text)
     assert captions == 4
+    fit = r"\\resizebox\{\\ifdim[^\n]*\n(.*?)\}\n(\\end\{table\})"
+    text, fitted = re.subn(fit, r"\1\n\2", text, flags=re.DOTALL)
+    assert fitted == 4, "a table wider than a line would leave the page"
     plain = re.sub(r"\\[a-z]+(\{[a-z|]*\})*|\\[%&_#$]|\$\\dagger\$|^%.*$", "", text, flags=re.MULTILINE)
     assert not re.search(r"[_%#$^~{}†]", re.sub(r"\{[lr]+\}", "", plain))
     assert r"a\_b\&c + small" in text
@@ -235,7 +238,7 @@ def _drifted(folder: Path) -> list[Run]:
 
 def test_every_format_says_how_plain_drifted_and_gives_such_speed_ups_no_interval(tmp_path: Path) -> None:
     runs = _drifted(tmp_path / "sweep")
-    said = "Plain completions of first took +145 "
+    said = "Plain completions of first took 145 "
     latex, markdown, page = to_latex(runs), to_markdown(runs), html.report(runs)
     assert all(said in text for text in (latex, markdown, page))
     first, second = csv.DictReader(io.StringIO(runs_to_csv(runs)))
