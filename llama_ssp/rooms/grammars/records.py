@@ -122,8 +122,9 @@ def _schema(value: object) -> str | None:
 
 
 def _texts(value: object) -> list[str] | None:
-    is_list = isinstance(value, Sequence) and not isinstance(value, str)
-    return [*value] if is_list and all(isinstance(one, str) for one in value) else None
+    if not isinstance(value, Sequence) or isinstance(value, str) or not all(isinstance(one, str) for one in value):
+        return None
+    return [*value]
 
 
 def _problems(config: RunConfig) -> Iterator[str | NoEffect]:
