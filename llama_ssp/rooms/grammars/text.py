@@ -19,6 +19,8 @@ from llama_ssp.speculate.engine.masks import WORD, Vocabulary
 from llama_ssp.token_bytes import reader_of
 from llama_ssp.words import key_of
 
+_BYTES_PER_TOKEN, _LEAST_FORCED = 16, 2
+
 
 def begin(sampling: SamplingConfig, vocabulary: Vocabulary) -> "GrammarText":
     """Begin a text; raises ConfigError for a grammar that cannot be, or that no token of the vocabulary begins."""
@@ -41,7 +43,7 @@ class GrammarText:
 
     def __init__(self, first: Any, vocabulary: Vocabulary) -> None:  # noqa: ANN401 - llguidance's
         self._first, self._text = first, list[int]()
-        self._eos_ids = vocabulary.eos_ids
+        self._eos_ids, self._tokenizer = vocabulary.eos_ids, vocabulary.tokenizer
         self._restore()
         first_X = torch.zeros(-(-vocabulary.size // WORD), dtype=torch.int32)
         self._write(first_X)
@@ -52,6 +54,17 @@ class GrammarText:
         self._text.append(token)
         self._matcher.consume_token(token)
         self._look()
+
+    def forced(self, number: int) -> Sequence[int]:
+        """The tokens of the bytes that must follow, as the tokenizer writes them, but for the last one.
+
+        What follows may change the last token; bytes that the tokenizer does not write as they are force none.
+        """
+        known = self._matcher.compute_ff_bytes()[: number * _BYTES_PER_TOKEN]
+        if len(known) < _LEAST_FORCED:
+            return ()
+        ids = self._tokenizer(known.decode(errors="ignore"), add_special_tokens=False).input_ids[:-1]
+        return ids[: min(number, self._matcher.validate_tokens(ids))]
 
     def fill(self, masks_TX: Tensor, ids: Sequence[int], parents: Sequence[int]) -> None:
         """See `Constraint`; moves along the nodes of a draft, and back to the text."""

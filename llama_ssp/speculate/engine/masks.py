@@ -53,6 +53,9 @@ class Constraint(Protocol):
     def extend(self, token: int) -> None:
         """Add a token to the text."""
 
+    def forced(self, number: int) -> Sequence[int]:
+        """Up to `number` tokens that will follow, if they are known: drafts begin with them."""
+
     def fill(self, masks_TX: Tensor, ids: Sequence[int], parents: Sequence[int]) -> None:
         """Write the masks (T, X) after the text and after each node of a draft, bit 0 of word 0 for token 0.
 
@@ -70,11 +73,12 @@ def constraint_of(sampling: SamplingConfig, vocabulary: Vocabulary) -> Constrain
 
 
 class TokenMasks(Workspace):
-    """The masks of a round's rows, in one place of the device."""
+    """The masks of a round's rows, and their forced tokens, in one place of the device."""
 
     def __init__(self, num_places: int, vocab_size: int, device: torch.device) -> None:
         self._sizes, self._device = (num_places, -(-vocab_size // WORD)), device
         self.bits_BTX = self._host_BTX = torch.empty(0, *self._sizes, dtype=torch.int32)
+        self.forced_BK = torch.empty(0, 0, dtype=torch.int64)
         self.num_allocations = 0
 
     def allocate(self, batch_size: int) -> None:
@@ -84,7 +88,17 @@ class TokenMasks(Workspace):
             self.bits_BTX = self._host_BTX = torch.full(shape, -1, dtype=torch.int32, device=self._device)
             if self._device.type == "cuda":
                 self._host_BTX = torch.empty(shape, dtype=torch.int32, pin_memory=True)
+            self.forced_BK = torch.full((batch_size, self._sizes[0] - 1), -1, device=self._device)
             self.num_allocations += 1
+
+    def force(self, constraints: Sequence[Constraint | None], num_tokens: int) -> bool:
+        """Write the forced tokens of all rows; returns whether there are any."""
+        found = [[*constraint.forced(num_tokens)] if constraint else [] for constraint in constraints]
+        if any(found):
+            width = self.forced_BK.shape[1]
+            filled = [tokens + [-1] * (width - len(tokens)) for tokens in found]
+            self.forced_BK.copy_(to_device(filled, self._device))
+        return any(found)
 
     def fill(self, rows: slice, constraints: Sequence[Constraint | None], drafted: "Drafted | None") -> None:
         """Write the masks of these rows and their drafts."""

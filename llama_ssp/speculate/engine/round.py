@@ -163,7 +163,10 @@ class Round:
         """
         clock.start()
         drafted: tuple[Any, ...] = ()
-        behind = [self.draft_stage(choice, bucket=bucket)] if choice.num_tokens else []
+        behind = []
+        if choice.num_tokens:
+            is_forced = bool(constraints and self.masks and self.masks.force(constraints, choice.num_tokens))
+            behind = [self.draft_stage(choice, is_forced=is_forced, bucket=bucket)]
         for drafting in behind:
             drafted = executor.run(drafting, state)
             clock.add("draft")
@@ -196,15 +199,18 @@ class Round:
         found = executor.run(deciding, state, *drafted, logits_BWV)
         return found
 
-    def draft_stage(self, choice: DraftChoice, *, bucket: int) -> Stage:
+    def draft_stage(self, choice: DraftChoice, *, is_forced: bool = False, bucket: int) -> Stage:
         """Extend every row by `choice.num_tokens` drafted tokens; returns the round's uniforms and the draft."""
         return self._stage(
-            "draft", self._draft, choice, bucket=bucket, reads=(self.drafters, self.last_and_drafted_W),
+            "draft", self._draft, choice, is_forced, bucket=bucket,
+            reads=(self.drafters, self.last_and_drafted_W, self.masks),
             repeats=self.drafters[choice.source].repeats_operators,
         )  # fmt: skip
 
-    def _draft(self, choice: DraftChoice, bucket: int, state: BatchState) -> tuple[Tensor, Draft]:
+    def _draft(self, choice: DraftChoice, is_forced: bool, bucket: int, state: BatchState) -> tuple[Tensor, Draft]:
         uniforms_BN, rows, number = state.uniforms(), self.draft_rows(state), choice.num_tokens
+        if is_forced and self.masks:
+            rows = rows._replace(forced_BK=self.masks.forced_BK)
         limit = self._limit_of(choice.source)
         draft = self.drafters[choice.source].propose(
             limit.of_rows(rows, number) if limit else rows,

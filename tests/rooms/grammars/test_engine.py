@@ -7,19 +7,21 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from llama_ssp.errors import SspError
 from llama_ssp.rooms.grammars.records import GrammarSampling
-from llama_ssp.rooms.grammars.text import begin
+from llama_ssp.rooms.grammars.text import GrammarText, begin
 from llama_ssp.settings.schema import SamplingConfig
 from llama_ssp.speculate.engine.adaptive import FixedLength
 from llama_ssp.speculate.engine.completion import RowCompletion
 from llama_ssp.speculate.engine.loop import Decoder
-from llama_ssp.speculate.engine.masks import Constraint
+from llama_ssp.speculate.engine.masks import Constraint, Vocabulary
 from llama_ssp.speculate.engine.round import DraftChoice, Stage
 from llama_ssp.speculate.engine.state import BatchState, Request
 from tests.helpers.decoders import ScriptedLength, complete, ids_of, make_decoder, outcome
 from tests.helpers.prefix_runner import PrefixRunner
+from tests.helpers.repository import ROOT
 from tests.rooms.grammars.toy import EOS, TOKENS, VOCABULARY
 
 REGEX = "(ab|b)*a"
@@ -186,3 +188,33 @@ def test_fixed_lengths_of_one_token_follow_the_grammar() -> None:
     made = decoder()
     made.choose_by(FixedLength(1))
     assert all(map(follows, complete(made, asked([STRUCTURED] * 4))))
+
+
+def test_forced_tokens_are_drafted_and_change_no_greedy_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a batch with a row without any; the drafter goes on from them."""
+    whole = GrammarSampling(regex="(ab|b){2}")
+
+    def known(constraint: GrammarText, number: int) -> Sequence[int]:
+        del constraint
+        return (1, 1, EOS)[:number]  # the token b twice, then the end
+
+    plain = complete(decoder(has_draft=False, temperature=0.0), asked([whole, None, whole]))
+    monkeypatch.setattr(GrammarText, "forced", known)
+    for how in ({}, {"replay": True}, {"rule_name": "coupled"}):
+        found = complete(decoder(temperature=0.0, **how), asked([whole, None, whole]))
+        assert ids_of(found) == ids_of(plain)
+    sampled = complete(decoder(rule_name="block"), asked([whole] * 6))
+    assert {text_of(done) for done in sampled} <= {"abab", "abb", "bab", "bb"}
+
+
+def test_the_bytes_that_must_follow_are_forced_but_for_the_last_token() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "llama_ssp" / "shipped" / "tiny")
+    vocabulary = Vocabulary(tokenizer, len(tokenizer), (tokenizer.eos_token_id,))
+    text = begin(GrammarSampling(choice=["return self.value", "return self.name"]), vocabulary)
+    ids = tokenizer("return self.", add_special_tokens=False).input_ids[:-1]
+    assert len(ids) > 1
+    assert [*text.forced(9)] == ids
+    assert [*text.forced(1)] == ids[:1]
+    for token in ids:
+        text.extend(token)
+    assert [*begin(GrammarSampling(regex="a|b"), vocabulary).forced(4)] == []

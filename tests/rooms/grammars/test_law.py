@@ -16,6 +16,7 @@ from torch import Tensor
 from llama_ssp.rooms.grammars.records import GrammarSampling
 from llama_ssp.rooms.grammars.text import begin
 from llama_ssp.settings.schema import SamplingConfig, VerificationConfig
+from llama_ssp.speculate.drafters.drafter import with_forced
 from llama_ssp.speculate.engine.masks import forbidden
 from llama_ssp.speculate.sampling.context import Context
 from llama_ssp.speculate.sampling.draft import Draft, Topology, Verdict
@@ -28,7 +29,7 @@ from tests.helpers.exact_law import codes_of, round_law
 from tests.helpers.lanes import grid
 from tests.helpers.table_models import TableModel, joint_law, random_table
 from tests.helpers.tree_law import tree_law
-from tests.rooms.grammars.toy import EOS, LANGUAGES, VOCABULARY, allowed_after, allowed_at
+from tests.rooms.grammars.toy import EOS, LANGUAGES, TOKENS, VOCABULARY, allowed_after, allowed_at
 
 SAMPLINGS = {
     "temperature": SamplingConfig(temperature=0.7),
@@ -121,6 +122,34 @@ def test_certain_tokens_keep_the_law_of_the_restricted_target(regex: str, rule_n
 )
 def test_a_mask_of_another_place_changes_the_law(fault: Fault, rule_name: str) -> None:
     assert error("(ab|b){1,2}", SAMPLINGS["temperature"], rule_name, 2, fault=fault) > 1e-3
+
+
+class Forced(Constrained):
+    """Drafts a token of its own choice after every second text, as certain."""
+
+    def draw(self, logits_BTV: Tensor, uniforms_BTP: Tensor, context: Context | None = None) -> Any:  # noqa: ANN401
+        ids_B1, probs_B1V = self._inner.draw(logits_BTV, uniforms_BTP, context)
+        assert context
+        sums_B1 = context.tokens_BS.cumsum(1).gather(1, context.last_BT.clamp_min(0))
+        forced_B1 = torch.where(sums_B1 % 2 == 0, (sums_B1 // 2) % len(TOKENS), -1)
+        return with_forced(forced_B1, ids_B1, probs_B1V, range(len(TOKENS)))
+
+
+@grid(regex=list(LANGUAGES), rule_name=["speculative", "block"], number=[1, 2])
+def test_forced_tokens_among_drawn_ones_keep_the_law(regex: str, rule_name: str, number: int) -> None:
+    assert error(regex, SAMPLINGS["temperature"], rule_name, number, wrap=Forced) < 1e-12
+
+
+class WrongLaw(Forced):
+    """Says the drafted law of a forced token."""
+
+    def draw(self, logits_BTV: Tensor, uniforms_BTP: Tensor, context: Context | None = None) -> Any:  # noqa: ANN401
+        _, probs_B1V = self._inner.draw(logits_BTV, uniforms_BTP, context)
+        return super().draw(logits_BTV, uniforms_BTP, context)[0], probs_B1V
+
+
+def test_a_forced_token_with_the_drafters_law_changes_the_text() -> None:
+    assert error("(ab|b){1,2}", SAMPLINGS["temperature"], "speculative", 2, wrap=WrongLaw) > 1e-3
 
 
 class Twice(Constrained):

@@ -2,6 +2,7 @@
 
 from functools import cache
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ class Toy:
         return [TOKENS[token].decode() for token in ids]
 
     def __call__(self, text: str, **_: Any) -> Any:  # noqa: ANN401
-        raise AssertionError(f"{text!r} is cut into tokens")
+        return SimpleNamespace(input_ids=[{"a": 0, "b": 1}.get(letter, EOS) for letter in text])
 
 
 VOCABULARY = Vocabulary(Toy(), len(TOKENS), (EOS,))  # type: ignore[arg-type]
