@@ -30,6 +30,7 @@ for name in ("RANK", "WORLD_SIZE", "SLURM_STEP_ID"):  # no test is a rank of wha
     os.environ.pop(name, None)
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of processes would compile the sources anew
 sys.dont_write_bytecode = False
+gc.disable()  # until all tests are collected: it would look again and again through what is imported
 # Models, machines and the history of whoever runs the tests stay out of them.
 for name in ("CONFIG", "STATE"):
     os.environ[f"XDG_{name}_HOME"] = str(Path(tempfile.gettempdir()) / f"llama-ssp-tests-{os.getuid()}")
@@ -195,10 +196,11 @@ def pytest_make_collect_report(
 
 
 def pytest_collection_finish() -> None:
-    """Spare the garbage collector whatever was imported and collected: it takes half a second to look through that."""
+    """Begin to collect garbage, but not whatever was imported: it takes half a second to look through that."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
+    gc.enable()
 
 
 def _lanes_left_out(config: pytest.Config) -> dict[str, str]:

@@ -15,8 +15,8 @@ from tests.helpers.repository import ROOT
 
 PACKAGE = ROOT / "llama_ssp"
 ROOMS = PACKAGE / "rooms"
-NUMBER_FORMATS = {"int8"}
-"""Names that storage formats share with formats of numbers, of which the core speaks."""
+OF_THE_CORE = {"int8", "acceptance"}
+"""Names that rooms share with what the core speaks of: a format of numbers, and the figure of a pair."""
 
 
 def num_lines(files: list[Path]) -> int:
@@ -40,7 +40,7 @@ def references(file: Path, rooms: Sequence[str]) -> Iterator[str]:
         for word in manifest.ROOMS[room]
         if not word.startswith(("argument=", "field="))
     }
-    asked -= NUMBER_FORMATS
+    asked -= OF_THE_CORE
     modules = tuple(f"llama_ssp.rooms.{room}" for room in rooms)
     for node in ast.walk(ast.parse(file.read_text())):
         match node:

@@ -116,7 +116,7 @@ def load_models(
     """
     target_source, draft_source = sources
     layout = lay_out(config.placement, world_size=world.comm.size, has_draft=draft_source is not None)
-    mesh, backend = _make_mesh(config, layout, world), backend_of(config.placement.target.kind)
+    mesh = _make_mesh(config, layout, world)
     if world.comm.rank == 0:
         _log.info("placement: %s; replicas: %d", layout, config.placement.num_replicas)
     parts = [
@@ -125,44 +125,66 @@ def load_models(
         if comm
     ]
     _log.info("this rank holds %s, in replica %d", " and ".join(parts) or "nothing", mesh.number)
-    from llama_ssp.models.loading import load_model  # noqa: PLC0415 - transformers' models take seconds to import
-
-    def loaded(part: str, source: Source, load: Callable[[Loading], Runner], **how: Any) -> Runner:
-        report = partial(progress, part) if progress else None
-        how |= {"device": world.device, "dtype": source.dtype, "precision": source.precision, "progress": report}
-        runner = load(Loading(source.origin, **how))
-        _log.info("loaded %s %s", part, source.entry.label)
-        return runner
-
+    backend = backend_of(config.placement.target.kind)
     with raise_on_all_ranks(world.comm), on_free_cores(world):
-        vocabulary, tokenizers = vocabulary_of(config.draft), [source.tokenizer for source in sources if source]
-        prepare = drafter_of(config.draft).prepare or vocabulary.prepare
-        asked = f"draft.kind={config.draft.kind}" if drafter_of(config.draft).prepare else vocabulary.asked
-        read = imported(prepare, setting=asked) if prepare else None
-        prepared = read(config.draft, *tokenizers) if read else None
         vocab_size, context = target_source.origin.shape.vocab_size, target_source.origin.context
         target: Runner = NullRunner(device=world.device, vocab_size=vocab_size, max_position_embeddings=context)
         if mesh.target:
             load = imported(backend.load, setting=BACKENDS.setting)
-            target = loaded("target", target_source, load, comm=mesh.target, devices=world.free_devices)
-        draft = None
-        if draft_source and mesh.draft:
-            shares = layout.draft_ranks == layout.target_ranks and not backend.by_library
-            draft = loaded(
-                "draft", draft_source, load_model, comm=mesh.draft, whole=DRAFT_WHOLE, target=target if shares else None
-            )
+            how = {"comm": mesh.target, "devices": world.free_devices}
+            target = _loaded("target", target_source, load, world, progress, **how)
     target.agree(mesh.replica)
+    alone = Models(
+        target=target, draft=None, drafts=False, mesh=mesh, reuse=Reuse(are_invariant=False, from_states=False),
+        tokenizer=target_source.tokenizer, eos_ids=target_source.eos_ids, context=context, sources=(target_source,),
+    )  # fmt: skip
+    return with_draft(alone, config, world, draft_source, progress=progress)
+
+
+Progress = Callable[[str, int, int], None]
+
+
+def with_draft(
+    models: Models, config: RunConfig, world: World, source: Source | None, *, progress: Progress | None = None
+) -> Models:
+    """The models of a target with the draft of a config, of which this rank's share is loaded; raises as `load_models`.
+
+    A draft without a model has no source.
+    """
+    mesh, target, sources = models.mesh, models.target, (*models.sources[:1], *filter(None, [source]))
+    mesh.set_timeout(config.timeouts.load_s)
+    with raise_on_all_ranks(world.comm), on_free_cores(world):
+        vocabulary, tokenizers = vocabulary_of(config.draft), [one.tokenizer for one in sources]
+        prepare = drafter_of(config.draft).prepare or vocabulary.prepare
+        asked = f"draft.kind={config.draft.kind}" if drafter_of(config.draft).prepare else vocabulary.asked
+        read = imported(prepare, setting=asked) if prepare else None
+        prepared = read(config.draft, *tokenizers) if read else None
+        draft = None
+        if source and mesh.draft:
+            from llama_ssp.models.loading import load_model  # noqa: PLC0415 - slow import, see above
+
+            layout, by_library = mesh.layout, backend_of(config.placement.target.kind).by_library
+            shares = layout.draft_ranks == layout.target_ranks and not by_library
+            how = {"comm": mesh.draft, "whole": DRAFT_WHOLE, "target": target if shares else None}
+            draft = _loaded("draft", source, load_model, world, progress, **how)
     if draft and mesh.draft:
         draft.agree(mesh.draft)
-    reuse = Reuse.of([target, draft], mesh.replica)
     mesh.set_timeout(config.timeouts.decode_s)
     world.watch.wait_only_for(mesh.replica_ranks)
-    return Models(
-        target=target, draft=draft, drafts=drafts(config.draft), mesh=mesh, reuse=reuse,
-        tokenizer=target_source.tokenizer, eos_ids=target_source.eos_ids,
-        context=context, vocabulary=vocabulary, prepared=prepared,
-        sources=tuple(source for source in sources if source),
+    return replace(
+        models, draft=draft, drafts=drafts(config.draft), reuse=Reuse.of([target, draft], mesh.replica),
+        vocabulary=vocabulary, prepared=prepared, sources=sources,
     )  # fmt: skip
+
+
+def _loaded(
+    part: str, source: Source, load: Callable[[Loading], Runner], world: World, progress: Progress | None, **how: Any
+) -> Runner:
+    report = partial(progress, part) if progress else None
+    how |= {"device": world.device, "dtype": source.dtype, "precision": source.precision, "progress": report}
+    runner = load(Loading(source.origin, **how))
+    _log.info("loaded %s %s", part, source.entry.label)
+    return runner
 
 
 def update_models(

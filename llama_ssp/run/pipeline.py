@@ -185,7 +185,7 @@ def _read_requests(
     config: RunConfig, world: World, terminal: Terminal, folder: RunFolder | None, maker: RequestMaker
 ) -> list[PromptRequest] | None:
     """Read and encode the prompts, the same on every rank; None if they will be typed one by one."""
-    if not task_of(config).reads_prompts:
+    if not task_of(config).reads_prompts(config):
         return []
 
     def read() -> list[dict[str, object]] | None:

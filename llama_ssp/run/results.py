@@ -36,7 +36,7 @@ def finalize(session: Session) -> None:
     The report comes last, since matplotlib takes a second to import: the user can read the results meanwhile.
     """
     comm, folder, config = session.world.comm, session.folder, session.config
-    if session.num_prompts == 0:  # a task or a file without prompts has no lines
+    if session.num_prompts == 0 and not task_of(config).results:  # a task or a file without prompts has no lines
         return
     session.memory.sample()
     experts_read_3, now = session.experts_read_3, CoreTimes.read(session.world.cores)

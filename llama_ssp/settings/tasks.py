@@ -37,7 +37,8 @@ class TaskSpec:
     run: str
     needs_models: bool = True  # False for a task that loads no models and writes no run folder.
     why_no_plan: str = "which reads no model"  # without models, why `dry_run` has no effect; a relative clause.
-    reads_prompts: bool = True  # False for a task that takes no prompts of the command line, and writes no table.
+    # whether a run takes prompts of the command line.
+    reads_prompts: Callable[[RunConfig], bool] = lambda _config: True
     needs_draft: bool = False  # a run without a draft is refused.
     has_both_modes: bool = False  # with a draft, it completes every prompt plainly and speculatively.
     shares_baseline: bool = False  # points of a sweep take over plain completions of earlier ones.

@@ -1,6 +1,6 @@
 """Takes rooms out of a copy of the repository, and checks that everything else stands.
 
-    python -m tests.rooms.without                # all rooms at once, quickly: imports, types, a run, a plan, fast tests
+    python -m tests.rooms.without                # all rooms at once, quickly: imports, types, answers, fast tests
     python -m tests.rooms.without serve slurm    # these
     python -m tests.rooms.without --whole serve  # these, with lint and all default tests of what is left
 
@@ -18,6 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from llama_ssp import manifest
 from tests.helpers.repository import ROOT, files
@@ -33,6 +34,7 @@ RUN = [
     "max_new_tokens=64",
 ]
 PLAN = ["plan", "model=30B", "draft=7B", "hardware=8xa100_80gb", "format=json"]
+HELPS = (["--help"], ["run", "--help", "all"], ["plan", "--help"])
 ADVICE = {"warnings", "notes", "changes", "shortage"}
 """Parts of a plan's document that may name what a room offers."""
 FAST_TESTS = ["-n", "0", "-m", "not (seconds or heavy or slow)", "tests/unit/speculate/sampling", "tests/unit/settings"]
@@ -72,29 +74,52 @@ def imports(folder: Path) -> None:
     python(folder, "-c", f"import importlib; [importlib.import_module(name) for name in {sorted(names)}]")
 
 
-def texts(folder: Path) -> list[dict[str, object]]:
-    """The completions of a greedy run of the shipped pair."""
-    with tempfile.TemporaryDirectory() as run_dir:
-        printed = python(folder, "-m", "llama_ssp", *RUN, f"run_dir={run_dir}/run")
-    return [{key: value for key, value in json.loads(line).items() if key in OF_RUNS} for line in printed.splitlines()]
+class Answer(NamedTuple):
+    """How a command ended, and what it printed."""
 
-
-def figures(folder: Path) -> dict[str, object]:
-    """A plan's document, without advice."""
-    document = json.loads(python(folder, "-m", "llama_ssp", *PLAN))
-    return {key: value for key, value in document.items() if key not in ADVICE}
+    code: int
+    out: str
+    err: str
 
 
 ASK = """
 import json, os, sys
 from llama_ssp.run.commands import plan, program, run
+from llama_ssp.settings.compose import compose
+compose([])  # what each of them would do first
 for number, words in enumerate(json.loads(sys.argv[1])):
     if not (child := os.fork()):
-        os.dup2(os.open(f"said{number}.txt", os.O_CREAT | os.O_WRONLY), 2)
+        for descriptor, name in (1, "out"), (2, "err"):
+            os.dup2(os.open(os.path.join(sys.argv[2], f"{number}.{name}"), os.O_CREAT | os.O_WRONLY), descriptor)
         program.main(words)
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
-"""A program that gives each list of words to the program of the copy, in a process that has imported it already."""
+"""A program that gives each list of words to the program of a folder, in a process that has imported it already."""
+
+
+def ask(folder: Path, commands: Sequence[Sequence[str]]) -> list[Answer]:
+    """Give each list of words to the program of a folder."""
+    with tempfile.TemporaryDirectory() as name:
+        codes = python(folder, "-c", ASK, json.dumps(commands), name).split()
+        return [
+            Answer(int(code), *((Path(name) / f"{number}.{kind}").read_text() for kind in ("out", "err")))
+            for number, code in enumerate(codes)
+        ]
+
+
+def printed(answer: Answer) -> str:
+    """What a command printed, which must have ended well."""
+    return answer.out if answer.code == 0 else sys.exit(f"exit code {answer.code}, {answer.err}")
+
+
+def text_of(printed: str) -> list[dict[str, object]]:
+    """The completions that a greedy run of the shipped pair has printed."""
+    return [{key: value for key, value in json.loads(line).items() if key in OF_RUNS} for line in printed.splitlines()]
+
+
+def figures_of(printed: str) -> dict[str, object]:
+    """The document that a plan has printed, without advice."""
+    return {key: value for key, value in json.loads(printed).items() if key not in ADVICE}
 
 
 def words_for(asked: str, folder: Path) -> list[str]:
@@ -120,20 +145,29 @@ def words_for(asked: str, folder: Path) -> list[str]:
     return [name] if kind == "command" else ["run", *(["-m"] if kind == "hydra/launcher" else []), asked]
 
 
-def names_none(folder: Path, rooms: Sequence[str]) -> None:
-    """Check that help names nothing that asks for the rooms, and that who asks gets a sentence that names the room."""
-    helps = (["--help"], ["run", "--help", "all"], ["plan", "--help"])
-    shown = "".join(python(folder, "-m", "llama_ssp", *words) for words in helps)
+def answers(folder: Path, rooms: Sequence[str]) -> None:
+    """Check what the program of a copy says.
+
+    A run, started as a user starts it, and a plan are those of the repository; help names nothing that asks for the
+    rooms, and who asks gets a sentence that names the room.
+    """
     all_asked = [(room, asked) for room in rooms for asked in manifest.ROOMS[room]]
-    for _, asked in all_asked:
+    with tempfile.TemporaryDirectory() as name:
+        text = python(folder, "-m", "llama_ssp", *RUN, f"run_dir={name}/own")
+        wanted, wanted_plan = map(printed, ask(ROOT, [[*RUN, f"run_dir={name}/wanted"], PLAN]))
+    words = [words_for(asked, folder) for _, asked in all_asked]
+    plan, *others = ask(folder, [PLAN, *HELPS, *words])
+    if text_of(text) != text_of(wanted):
+        sys.exit("another text")
+    if figures_of(printed(plan)) != figures_of(wanted_plan):
+        sys.exit("another plan")
+    shown = "".join(map(printed, others[: len(HELPS)]))
+    for (room, asked), answer in zip(all_asked, others[len(HELPS) :], strict=True):
         kind, _, name = asked.partition("=")
         if {"command": f"llama-ssp {name}", "setting": f" {name}="}.get(kind, asked) in shown:
             sys.exit(f"help names {asked}")
-    codes = python(folder, "-c", ASK, json.dumps([words_for(asked, folder) for _, asked in all_asked])).split()
-    for number, (room, asked) in enumerate(all_asked):
-        said = (folder / f"said{number}.txt").read_text()
-        if codes[number] != "2" or f"rooms/{room}" not in said:
-            sys.exit(f"{asked}: exit code {codes[number]}, {said}")
+        if answer.code != 2 or f"rooms/{room}" not in answer.err:
+            sys.exit(f"{asked}: exit code {answer.code}, {answer.err}")
 
 
 def skipped(printed: str, rooms: Sequence[str]) -> str:
@@ -168,9 +202,7 @@ def main(words: Sequence[str]) -> None:
                 copy, "-c", "from importlinter.cli import lint_imports_command as lint; lint(['--no-cache'])"
             ),
             "types": lambda: python(copy, "-m", "mypy", "llama_ssp"),
-            "text": lambda: texts(copy) == texts(ROOT) or sys.exit("another text"),
-            "plan": lambda: figures(copy) == figures(ROOT) or sys.exit("another plan"),
-            "names": lambda: names_none(copy, rooms),
+            "answers": lambda: answers(copy, rooms),
             "tests": tests,
         }
         if given.whole:

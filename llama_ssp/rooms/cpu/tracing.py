@@ -14,6 +14,7 @@ repeats.
 import logging
 import warnings
 from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from threading import Lock
 from typing import Any, Generic, TypeVar
@@ -112,9 +113,10 @@ class Traced(Generic[_Result]):
         inputs = *(argument.clone() for argument in arguments), *moving
         names = [f"input_{number}" for number in range(len(inputs))]
         try:
-            with _one_at_a_time, recording(), _Recordable(), warnings.catch_warnings():
+            with _one_at_a_time, warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # about sizes that become constants: the key covers them
-                graph, _ = torch._C._create_graph_by_tracing(
+                graph = _on_short_stack(
+                    torch._C._create_graph_by_tracing,
                     lambda *tensors: function(*tensors[: len(arguments)]),
                     inputs, lambda _: "", True, False, self._weights, names,
                 )  # fmt: skip
@@ -126,6 +128,18 @@ class Traced(Generic[_Result]):
             return None
         self.replays[key] = found = partial(replay, self._weights)
         return found
+
+
+def _on_short_stack(trace: Callable[..., tuple[Any, object]], *arguments: object) -> Any:  # noqa: ANN401 - a graph
+    """Make a graph in a thread of its own: with each operator torch stores all of Python's stack, 4 us for a frame."""
+    is_inference = torch.is_inference_mode_enabled()
+
+    def make() -> Any:  # noqa: ANN401
+        with torch.inference_mode(is_inference), recording(), _Recordable():
+            return trace(*arguments)[0]
+
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(make).result()
 
 
 _library = torch.library.Library("llama_ssp", "FRAGMENT")

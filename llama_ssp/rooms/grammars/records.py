@@ -138,7 +138,7 @@ def _problems(config: RunConfig) -> Iterator[str | NoEffect]:
         yield reason
     yield NoEffect("ignore_eos", f"with {keys[0]}, at whose end the text ends")
     task = task_of(config)
-    if task.reads_prompts and config.task.name not in {"generate", "compare"}:
+    if task.reads_prompts(config) and config.task.name not in {"generate", "compare"}:
         yield f"{key_of(keys[0])} needs texts that are kept: use task=generate or task=compare"
 
 

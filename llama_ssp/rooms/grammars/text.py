@@ -63,7 +63,7 @@ class GrammarText:
         known = self._matcher.compute_ff_bytes()[: number * _BYTES_PER_TOKEN]
         if len(known) < _LEAST_FORCED:
             return ()
-        ids = self._tokenizer(known.decode(errors="ignore"), add_special_tokens=False).input_ids[:-1]
+        ids: list[int] = self._tokenizer(known.decode(errors="ignore"), add_special_tokens=False).input_ids[:-1]
         return ids[: min(number, self._matcher.validate_tokens(ids))]
 
     def fill(self, masks_TX: Tensor, ids: Sequence[int], parents: Sequence[int]) -> None:

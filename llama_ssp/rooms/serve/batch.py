@@ -39,7 +39,7 @@ class _Batch:
     def __init__(self, session: Session, folder: RunFolder, inbox: Inbox) -> None:
         config, models = session.config, session.models
         self._folder, self._show, self.length, self.num_wrong = folder, session.terminal.line, 0, 0
-        reader = BodyReader(config, models.request_maker, length=models.context)
+        reader = BodyReader(config, models.request_maker, length=models.context, eos_ids=models.eos_ids)
         lines = batch_lines(config)
         ids = [f"batch_req_{sha256(f'{number} {line}'.encode()).hexdigest()[:24]}" for number, line in enumerate(lines)]
         done, seen = self._done({*ids}), set[str | None]()

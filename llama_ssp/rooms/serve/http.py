@@ -9,7 +9,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import nullcontext, suppress
 from errno import EADDRINUSE
 from functools import partial
@@ -18,7 +18,6 @@ from typing import Any, Self, cast
 
 import torch
 import uvicorn
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
@@ -31,13 +30,16 @@ from llama_ssp.catalogue import read_path
 from llama_ssp.errors import ConfigError, InterruptedRun
 from llama_ssp.ranks.failures import raise_on_all_ranks
 from llama_ssp.rooms.serve.inbox import Inbox, Part, RequestError
+from llama_ssp.rooms.serve.metrics import Metrics
 from llama_ssp.rooms.serve.protocol import Answer, Asked, BodyReader
 from llama_ssp.rooms.serve.records import ServeConfig, length_of
+from llama_ssp.rooms.serve.responses import Response as ResponseOf
+from llama_ssp.rooms.serve.responses import as_chat
 from llama_ssp.rooms.serve.service import Service, check_layout
 from llama_ssp.run.requests import PromptRequest
 from llama_ssp.run.session import Session
 
-_MOST_BYTES, _READ_S, _RETRY_S, _CLOSE_S, _MOST_OPEN = 8 << 20, 30.0, 1, 5.0, 1024
+_MOST_BYTES, _READ_S, _CLOSE_S, _MOST_OPEN = 8 << 20, 30.0, 5.0, 1024
 
 
 @torch.inference_mode()
@@ -68,8 +70,8 @@ class Front:
         config = session.config
         self._task, self._inbox = cast("ServeConfig", config.task), inbox
         maker, length = session.models.request_maker, length_of(config, session.models.context)
-        self._reader = BodyReader(config, maker, length=length)
-        self._metrics = _Metrics(session, inbox)
+        self._reader = BodyReader(config, maker, length=length, eos_ids=session.models.eos_ids)
+        self._metrics = Metrics(session, inbox)
         self._socket, self._created = _listen(self._task), int(time.time())
         allowed = [self._task.allow_origin] if self._task.allow_origin else []
         cors = Middleware(CORSMiddleware, allow_origins=allowed, allow_methods=["*"], allow_headers=["*"])
@@ -77,7 +79,10 @@ class Front:
             Route("/v1/models", self._models), Route("/v1/models/{name:path}", self._models),
             Route("/v1/completions", partial(self._complete, is_chat=False), methods=["POST"]),
             Route("/v1/chat/completions", partial(self._complete, is_chat=True), methods=["POST"]),
-            Route("/health", self._health), Route("/metrics", self._metrics.page),
+            Route("/v1/responses", self._respond, methods=["POST"]),
+            Route("/tokenize", self._tokenize, methods=["POST"]),
+            Route("/detokenize", self._detokenize, methods=["POST"]),
+            Route("/health", self._health), Route("/metrics", self._count),
         ]  # fmt: skip
         app = Starlette(
             routes=routes, middleware=[*([cors] if allowed else []), Middleware(_WithKey, key=_key_of(self._task))],
@@ -127,21 +132,49 @@ class Front:
     async def _health(self, _request: Request) -> Response:
         return _Json({"status": "ok"})
 
+    async def _count(self, _request: Request) -> Response:
+        return Response(self._metrics.page(), media_type="text/plain; version=0.0.4")
+
     async def _models(self, request: Request) -> Response:
-        name = self._reader.name
-        model = {"id": name, "object": "model", "created": self._created, "owned_by": "llama-ssp"}
+        models = {
+            name: {"id": name, "object": "model", "created": self._created, "owned_by": "llama-ssp",
+                   "max_model_len": self._reader.length}
+            for name in self._reader.names
+        }  # fmt: skip
         asked = request.path_params.get("name")
         if asked is None:
-            return _Json({"object": "list", "data": [model]})
-        if asked != name:
-            raise RequestError(f"this server has {name}", param="model", status=404, code="model_not_found")
-        return _Json(model)
+            return _Json({"object": "list", "data": [*models.values()]})
+        if asked not in models:
+            reason = f"this server has {' and '.join(models)}"
+            raise RequestError(reason, param="model", status=404, code="model_not_found")
+        return _Json(models[asked])
+
+    async def _tokenize(self, request: Request) -> Response:
+        ids = await asyncio.to_thread(self._reader.tokenize, await _body_of(request))
+        return _Json({"count": len(ids), "max_model_len": self._reader.length, "tokens": [*ids]})
+
+    async def _detokenize(self, request: Request) -> Response:
+        return _Json({"prompt": await asyncio.to_thread(self._reader.detokenize, await _body_of(request))})
+
+    async def _respond(self, request: Request) -> Response:
+        arrived_s = time.monotonic()
+        body = as_chat(await _body_of(request))
+        asked = await asyncio.to_thread(self._reader.read, body, is_chat=True)
+        response = ResponseOf(asked)
+        return await self._answer(request, asked, arrived_s, whole=response.whole, events=response.events)
 
     async def _complete(self, request: Request, *, is_chat: bool) -> Response:
         arrived_s = time.monotonic()
         body = await _body_of(request)
         # Encoding takes time, during which other answers go on.
         asked = await asyncio.to_thread(self._reader.read, body, is_chat=is_chat)
+        return await self._answer(request, asked, arrived_s, whole=asked.whole, events=partial(_events, asked))
+
+    async def _answer(
+        self, request: Request, asked: Asked, arrived_s: float, *, whole: Callable[[], object],
+        events: Callable[[AsyncIterator[tuple[Answer, str]]], AsyncIterator[bytes]],
+    ) -> Response:  # fmt: skip
+        """Let the decoder answer; `whole` makes the body of the answer, `events` that of a stream."""
         parts: _Parts = asyncio.Queue()
         loop = asyncio.get_running_loop()
 
@@ -149,10 +182,14 @@ class Front:
             with suppress(RuntimeError):  # the loop has been closed
                 loop.call_soon_threadsafe(parts.put_nowait, (asked.answers[place], part))
 
-        numbers = self._inbox.put(asked.completions, take)
+        try:
+            numbers = self._inbox.put(asked.completions, take, client=_client_of(request))
+        except RequestError as error:
+            error.retry_s = self._metrics.retry_s()
+            raise
         pieces = self._pieces(parts, len(numbers), arrived_s)
         if asked.streams:
-            body_of = self._events(pieces, asked, numbers)
+            body_of = self._streamed(events(pieces), numbers)
             return StreamingResponse(body_of, media_type="text/event-stream", headers={"cache-control": "no-cache"})
         watching = asyncio.ensure_future(_until_gone(request, parts))
         try:
@@ -161,11 +198,11 @@ class Front:
         finally:
             watching.cancel()
             self._inbox.drop(numbers)
-        return _Json(asked.whole())
+        return _Json(whole())
 
     async def _pieces(self, parts: "_Parts", num_answers: int, arrived_s: float) -> AsyncIterator[tuple[Answer, str]]:
         """Yield new text of answers, until all have ended; raises RequestError for one of theirs, or if time is up."""
-        left, first_s, limit_s = num_answers, 0.0, self._task.request_s
+        left, first_s, limit_s = num_answers, dict[Answer, float](), self._task.request_s
         while left:
             try:
                 async with asyncio.timeout(arrived_s + limit_s - time.monotonic()):
@@ -178,30 +215,41 @@ class Front:
             answer, part = found
             if part.error:
                 raise part.error
-            if part.new_ids and not first_s:
-                first_s = time.monotonic()
-                self._metrics.first_token_s.observe(first_s - arrived_s)
+            now = time.monotonic()
+            if part.new_ids and answer not in first_s:
+                first_s[answer] = now
+                self._metrics.first_token(now - arrived_s)
             text = answer.push(part)
             if part.finish_reason:
                 left -= 1
-                self._metrics.ended(answer, time.monotonic() - (first_s or arrived_s))
+                self._metrics.ended(answer, decoded_s=now - first_s.get(answer, now), whole_s=now - arrived_s)
             yield answer, text
 
-    async def _events(
-        self, pieces: AsyncIterator[tuple[Answer, str]], asked: Asked, numbers: Sequence[int]
-    ) -> AsyncIterator[bytes]:
-        """Yield an answer as server-sent events; a client that goes ends its completions."""
+    async def _streamed(self, events: AsyncIterator[bytes], numbers: Sequence[int]) -> AsyncIterator[bytes]:
+        """Yield events; a client that goes ends its completions."""
         try:
-            async for answer, text in pieces:
-                if text or answer.last:
-                    yield _event(asked.message(answer.choice(text)))
-            if asked.counts_usage:
-                yield _event(asked.message(counts=True))
-            yield b"data: [DONE]\n\n"
-        except RequestError as error:
-            yield _event(error.body())
+            async for event in events:
+                yield event
         finally:
             self._inbox.drop(numbers)
+
+
+async def _events(asked: Asked, pieces: AsyncIterator[tuple[Answer, str]]) -> AsyncIterator[bytes]:
+    """Yield an answer as server-sent events."""
+    try:
+        async for answer, text in pieces:
+            if text or answer.last:
+                yield _event(asked.message(asked.choice(answer, text), counts=asked.counts_each))
+        if asked.counts_usage:
+            yield _event(asked.message(counts=True))
+        yield b"data: [DONE]\n\n"
+    except RequestError as error:
+        yield _event(error.body())
+
+
+def _client_of(request: Request) -> str:
+    """Who asks, by key or by address."""
+    return request.headers.get("authorization") or (request.client.host if request.client else "")
 
 
 _Parts = asyncio.Queue[tuple[Answer, Part] | None]
@@ -237,45 +285,6 @@ class _WithKey:
             await _Json(error.body(), 401, {"www-authenticate": "Bearer"})(scope, receive, send)
 
 
-class _Metrics:
-    def __init__(self, session: Session, inbox: Inbox) -> None:
-        registry = self._registry = CollectorRegistry()
-        named = partial(Gauge, registry=registry)
-        named("llama_ssp_waiting", "completions that wait for a row").set_function(lambda: inbox.num_waiting)
-        named("llama_ssp_running", "completions that decode").set_function(lambda: inbox.num_running)
-        named("llama_ssp_rows", "rows of a batch").set(session.config.batch_size)
-        counted = partial(Counter, registry=registry)
-        self._prompt = counted("llama_ssp_prompt_tokens", "tokens of prompts of ended completions")
-        self._new = counted("llama_ssp_new_tokens", "new tokens of ended completions")
-        self._accepted = counted("llama_ssp_accepted_tokens", "drafted tokens that the target accepted")
-        self._rejected = counted("llama_ssp_rejected_tokens", "drafted tokens that the target rejected")
-        self.first_token_s = Histogram(
-            "llama_ssp_first_token_seconds", "from arrival to first token", registry=registry
-        )
-        buckets = [base * 10.0**power for power in range(-1, 3) for base in (1, 2, 5)]
-        self._ms = Histogram("llama_ssp_ms_per_token", "after the first token", registry=registry, buckets=buckets)
-        if session.plan:
-            timed = session.plan.timing
-            for mode, seconds in (("plain", timed.plain_s), ("speculative", timed.speculative_s)):
-                if seconds is not None:
-                    named(f"llama_ssp_forecast_{mode}_ms_per_token", "when rows are full and long").set(1e3 * seconds)
-
-    def ended(self, answer: Answer, seconds: float) -> None:
-        """Count a completion that has ended, `seconds` after its first token."""
-        assert answer.last
-        num_new = len(answer.token_ids)
-        self._prompt.inc(len(answer.prompt_ids))
-        self._new.inc(num_new)
-        self._accepted.inc(answer.last.num_accepted)
-        self._rejected.inc(answer.last.num_rejected)
-        if num_new > 1:
-            self._ms.observe(1e3 * seconds / (num_new - 1))
-
-    async def page(self, _request: Request) -> Response:
-        """Answer Prometheus."""
-        return Response(generate_latest(self._registry), media_type="text/plain; version=0.0.4")
-
-
 async def _body_of(request: Request) -> object:
     """Read a body as JSON; raises RequestError."""
     content = bytearray()
@@ -301,7 +310,7 @@ async def _refused(_request: Request, error: Exception) -> Response:
         reason, status = getattr(error, "detail", "the server failed"), getattr(error, "status_code", 500)
         headers, error = getattr(error, "headers", None), RequestError(reason, status=status)
     else:
-        headers = {"retry-after": str(_RETRY_S)} if error.status in {429, 503} else None
+        headers = {"retry-after": str(error.retry_s)} if error.status in {429, 503} else None
     return _Json(error.body(), error.status, headers)
 
 

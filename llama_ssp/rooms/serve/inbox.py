@@ -25,10 +25,12 @@ class ServedRequest(Request):
     Attributes:
         num_top: number of the most probable tokens whose log-probabilities are wanted; None for none.
         scores_prompt: also of the prompt's tokens.
+        shows_stop: the text keeps the stop string or token that ended it.
     """
 
     num_top: int | None = None
     scores_prompt: bool = False
+    shows_stop: bool = False
 
     def text(self, new_ids: Sequence[int] = ()) -> ScoredText:
         """Prompt and completion, as they are scored."""
@@ -47,24 +49,25 @@ class ServedRequest(Request):
     def from_json(cls, given: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> "ServedRequest":
         """The request of these fields."""
         stops = given["stops"] and StopStrings(tokenizer, given["stops"])
-        sampling = given["sampling"] | {"logit_bias": dict(given["sampling"]["logit_bias"])}
-        made = {"prompt_ids": tuple(given["prompt_ids"]), "sampling": whole(SamplingConfig)(**sampling), "stops": stops}
-        return cls(**given | made)
+        sampling = whole(SamplingConfig)(**given["sampling"] | {"logit_bias": dict(given["sampling"]["logit_bias"])})
+        made = {name: tuple(given[name]) for name in ("prompt_ids", "stop_ids")}
+        return cls(**given | made | {"sampling": replace(sampling, eos_ids=tuple(sampling.eos_ids)), "stops": stops})
 
 
 class Part(NamedTuple):
     """New tokens of a completion, and at its end a reason.
 
     Attributes:
-        num_accepted, num_rejected: at the end, the examined drafted tokens.
+        accepted_lengths, examined_lengths: at the end, drafted tokens of each round that became text and that the
+            target examined.
         logprobs: at the end, if asked for, under the model; of the prompt's tokens too if asked for.
         error: in place of an end.
     """
 
     new_ids: Sequence[int] = ()
     finish_reason: str | None = None
-    num_accepted: int = 0
-    num_rejected: int = 0
+    accepted_lengths: Sequence[int] = ()
+    examined_lengths: Sequence[int] = ()
     logprobs: list[TokenLogprob] | None = None
     error: "RequestError | None" = None
 
@@ -73,16 +76,22 @@ class Part(NamedTuple):
         """The last part of a completion that an error has ended."""
         return cls(finish_reason="error", error=error)
 
+    @property
+    def num_rejected(self) -> int:
+        """Number of examined drafted tokens that did not become text."""
+        of_rounds = zip(self.accepted_lengths, self.examined_lengths, strict=True)
+        return sum(max(num_examined - num_accepted, 0) for num_accepted, num_examined in of_rounds)
+
 
 ENDED = "shutdown"
 
 
 class RequestError(Exception):
-    """A request that is refused; `param` names its field."""
+    """A request that is refused; `param` names its field, and one that may come again does so after `retry_s`."""
 
     def __init__(self, message: str, *, param: str | None = None, status: int = 400, code: str | None = None) -> None:
         super().__init__(message)
-        self.message, self.param, self.status, self.code = message, param, status, code
+        self.message, self.param, self.status, self.code, self.retry_s = message, param, status, code, 1
 
     @classmethod
     def ending(cls) -> "RequestError":
@@ -99,6 +108,10 @@ class RequestError(Exception):
 class Inbox:
     """Waiting and decoding completions; all methods may be called from any thread.
 
+    Clients get rows by turns: the next one is the client whose completions have had the fewest tokens so far, of
+    prompts and of new ones, so that neither many requests nor long prompts make others wait. A client that comes later
+    begins with as many as the one that has had the fewest.
+
     Attributes:
         most_waiting: further ones are refused.
         is_closed: all further completions are refused.
@@ -106,7 +119,8 @@ class Inbox:
 
     most_waiting: int
     is_closed: bool = False
-    _waiting: deque[ServedRequest] = field(default_factory=deque)
+    _waiting: dict[str, deque[ServedRequest]] = field(default_factory=dict)
+    _had: dict[str, int] = field(default_factory=dict)
     _dropped: list[int] = field(default_factory=list)
     _takers: dict[int, Callable[[Part], None]] = field(default_factory=dict)
     _numbers: "count[int]" = field(default_factory=count)
@@ -115,13 +129,13 @@ class Inbox:
     @property
     def num_waiting(self) -> int:
         """Number of completions that wait for a row."""
-        return len(self._waiting)
+        return sum(map(len, [*self._waiting.values()]))
 
     @property
     def num_running(self) -> int:
         """Number of completions that the decoder has."""
         with self._changed:
-            return len(self._takers) - len(self._waiting)
+            return len(self._takers) - self.num_waiting
 
     @property
     def is_empty(self) -> bool:
@@ -132,8 +146,10 @@ class Inbox:
         """Refuse further completions."""
         self.is_closed = True
 
-    def put(self, completions: Sequence[ServedRequest], take: Callable[[int, Part], None]) -> list[int]:
-        """Enter completions, numbered by `index`; returns the numbers. `take` gets their places and parts.
+    def put(
+        self, completions: Sequence[ServedRequest], take: Callable[[int, Part], None], *, client: str = ""
+    ) -> list[int]:
+        """Enter completions of a client, numbered by `index`; returns the numbers. `take` gets their places and parts.
 
         Raises RequestError if it is closed or too many would wait, and then enters none.
         """
@@ -143,13 +159,19 @@ class Inbox:
             if len(completions) > self.most_waiting:
                 reason = f"{len(completions)} completions are asked for, and at most {self.most_waiting} may wait"
                 raise RequestError(f"{reason}: ask for fewer", param="n" if completions[-1].sample else "prompt")
-            if len(self._waiting) + len(completions) > self.most_waiting:
+            if self.num_waiting + len(completions) > self.most_waiting:
                 reason = f"{self.most_waiting} completions wait for a row already: ask again"
                 raise RequestError(reason, status=429, code="rate_limit_exceeded")
             numbers = [next(self._numbers) for _ in completions]
+            if client not in self._waiting:
+                fewest = min((self._had[other] for other in self._waiting), default=0)
+                self._had = {other: self._had[other] for other in self._waiting} | {
+                    client: max(self._had.get(client, 0), fewest)
+                }
+                self._waiting[client] = deque()
             for place, (number, completion) in enumerate(zip(numbers, completions, strict=True)):
                 self._takers[number] = partial(take, place)
-                self._waiting.append(replace(completion, index=number))
+                self._waiting[client].append(replace(completion, index=number))
             self._changed.notify()
         return numbers
 
@@ -157,7 +179,11 @@ class Inbox:
         """Forget completions whose client has gone."""
         with self._changed:
             self._dropped += [number for number in numbers if self._takers.pop(number, None)]
-            self._waiting = deque(completion for completion in self._waiting if completion.index in self._takers)
+            left = {
+                client: deque(one for one in waiting if one.index in self._takers)
+                for client, waiting in self._waiting.items()
+            }
+            self._waiting = {client: waiting for client, waiting in left.items() if waiting}
             self._changed.notify()
 
     def give_up(self) -> list[int]:
@@ -177,9 +203,18 @@ class Inbox:
         with self._changed:
             if not self.has_news(num_rows):
                 self._changed.wait(wait_s)
-            taken = [self._waiting.popleft() for _ in range(min(num_rows, len(self._waiting)))]
+            taken = [self._next() for _ in range(min(num_rows, self.num_waiting))]
             dropped, self._dropped = self._dropped, []
             return taken, dropped
+
+    def _next(self) -> ServedRequest:
+        """Take the next completion."""
+        client = min(self._waiting, key=self._had.__getitem__)
+        taken = self._waiting[client].popleft()
+        self._had[client] += len(taken.prompt_ids) + taken.max_new_tokens
+        if not self._waiting[client]:
+            del self._waiting[client]
+        return taken
 
     def deliver(self, number: int, part: Part) -> None:
         """Hand a part to the taker of a completion, if it still waits."""

@@ -21,15 +21,17 @@ from llama_ssp.run.prompts import MORE_FIELDS, Prompt, read_messages
 from llama_ssp.run.requests import RequestMaker, check_vocabulary, encode, encode_messages
 from llama_ssp.settings.checks import check_values
 from llama_ssp.settings.constraints import constraint_asked
+from llama_ssp.settings.drafters import drafts
 from llama_ssp.settings.schema import MOST_BIASES, RunConfig, SamplingConfig
 from llama_ssp.settings.tasks import SERVED_FIELDS
 from llama_ssp.speculate.engine.masks import constraint_of
 from llama_ssp.speculate.engine.state import count_equal_before
 from llama_ssp.speculate.engine.text import IncrementalText, StopStrings
+from llama_ssp.speculate.sampling.by_row import MOST_ENDS
 from llama_ssp.token_bytes import reader_of
 from llama_ssp.words import in_library_words
 
-MOST_SAMPLES, MOST_PROMPTS, MOST_STOPS, MOST_STOP, MOST_TOP = 128, 1024, 16, 256, 20
+MOST_SAMPLES, MOST_PROMPTS, MOST_STOPS, MOST_STOP, MOST_TOP, MOST_DRAFTED = 128, 1024, 16, 256, 20, 1024
 _NUMBER, _WHOLE, _FLAG, _TEXT, _OBJECT = "a number", "a whole number", "true or false", "a text", "an object"
 _KINDS: dict[str, Any] = {_NUMBER: (int, float), _WHOLE: int, _FLAG: bool, _TEXT: str, _OBJECT: dict}
 _SAMPLING = {
@@ -38,12 +40,14 @@ _SAMPLING = {
 }  # fmt: skip
 _OF_BOTH = _SAMPLING | {
     "model": _TEXT, "n": _WHOLE, "seed": _WHOLE, "stop": "a text or a list of texts", "stream": _FLAG,
-    "stream_options": _OBJECT, "ignore_eos": _FLAG, "max_tokens": _WHOLE,
+    "stream_options": _OBJECT, "ignore_eos": _FLAG, "max_tokens": _WHOLE, "min_tokens": _WHOLE,
+    "stop_token_ids": "a list of token ids", "include_stop_str_in_output": _FLAG, "speculative": _FLAG,
+    "num_draft_tokens": _WHOLE, "return_accepted_lengths": _FLAG,
 }  # fmt: skip
 _OF_TEXTS = _OF_BOTH | {"prompt": "a text, token ids, or a list of these", "echo": _FLAG, "logprobs": _WHOLE}
 _OF_CHATS = _OF_BOTH | {
     "messages": "a list of objects with role and content", "logprobs": _FLAG, "top_logprobs": _WHOLE,
-    "max_completion_tokens": _WHOLE, "chat_template_kwargs": _OBJECT,
+    "max_completion_tokens": _WHOLE, "chat_template_kwargs": _OBJECT, "reasoning_effort": _TEXT,
 }  # fmt: skip
 _NOTES = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
 _WITHOUT_EFFECT: dict[str, tuple[object, ...]] = {
@@ -54,7 +58,7 @@ _WITHOUT_EFFECT: dict[str, tuple[object, ...]] = {
 }  # fmt: skip
 """Values that change nothing of fields that the server does not have."""
 _OFF = {"top_k": (0, -1), "top_p": (1,), "min_p": (0,)}
-_STREAM_OPTIONS = ("include_usage", "include_obfuscation")
+_STREAM_OPTIONS = ("include_usage", "continuous_usage_stats", "include_obfuscation")
 _TOO_LONG = "context_length_exceeded"
 _CONTEXT = 16
 """Tokens before one whose text is wanted."""
@@ -74,8 +78,12 @@ class Asked:
     ) -> None:  # fmt: skip
         self.completions, self.num_samples = completions, given.get("n", 1)
         self.streams: bool = given.get("stream", False)
-        self.counts_usage = bool(given.get("stream_options", {}).get("include_usage"))
+        options = given.get("stream_options", {})
+        self.counts_usage, self.counts_each = (
+            bool(options.get(name)) for name in ("include_usage", "continuous_usage_stats")
+        )
         kind = f"chat.completion{'.chunk' if self.streams else ''}" if is_chat else "text_completion"
+        self.model = model
         self._head = {
             "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid4().hex}", "object": kind, "created": int(time.time()),
             "model": model,
@@ -83,17 +91,24 @@ class Asked:
         self.answers = [
             Answer(completion, tokenizer, index, is_chat=is_chat) for index, completion in enumerate(completions)
         ]
+        self._shows_lengths = bool(given.get("return_accepted_lengths"))
 
     def message(self, *choices: dict[str, object], counts: bool = False) -> dict[str, object]:
         """A message to the client; `counts` adds the tokens of all answers."""
-        usage = {"usage": self._usage()} if counts else {}
+        usage = {"usage": self.usage()} if counts else {}
         return {**self._head, "choices": [*choices], **usage}
 
     def whole(self) -> dict[str, object]:
         """All answers, once they have ended."""
-        return self.message(*(answer.choice() for answer in self.answers), counts=True)
+        return self.message(*(self.choice(answer) for answer in self.answers), counts=True)
 
-    def _usage(self) -> dict[str, object]:
+    def choice(self, answer: "Answer", piece: str | None = None) -> dict[str, object]:
+        """The choice of an answer, or of its next piece, with what else was asked for at its end."""
+        if not (self._shows_lengths and answer.last):
+            return answer.choice(piece)
+        return answer.choice(piece) | {"accepted_lengths": [*answer.last.accepted_lengths]}
+
+    def usage(self) -> dict[str, object]:
         """The tokens of all answers; drafted ones that the target accepted and rejected, as OpenAI calls them."""
         num_prompt = sum(len(answer.prompt_ids) for answer in self.answers[:: self.num_samples])
         num_new = sum(len(answer.token_ids) for answer in self.answers)
@@ -101,17 +116,27 @@ class Asked:
         return {
             "prompt_tokens": num_prompt, "completion_tokens": num_new, "total_tokens": num_prompt + num_new,
             "completion_tokens_details": {
-                "accepted_prediction_tokens": sum(part.num_accepted for part in ended),
+                "accepted_prediction_tokens": sum(sum(part.accepted_lengths) for part in ended),
                 "rejected_prediction_tokens": sum(part.num_rejected for part in ended),
+                "rounds": sum(len(part.accepted_lengths) for part in ended),
             },
         }  # fmt: skip
 
 
 class BodyReader:
-    """Reads bodies for a pair; `length` is the most tokens of prompt and completion, `name` the model's in answers."""
+    """Reads bodies for a pair.
 
-    def __init__(self, config: RunConfig, maker: RequestMaker, *, length: int) -> None:
-        self._config, self._maker, self._length, self.name = config, maker, length, config.model.label
+    Args:
+        length: the most tokens of prompt and completion.
+        eos_ids: tokens that end a text.
+
+    Attributes:
+        names: of the model; the first one is that of answers.
+    """
+
+    def __init__(self, config: RunConfig, maker: RequestMaker, *, length: int, eos_ids: Sequence[int]) -> None:
+        self._config, self._maker, self.length, self._eos_ids = config, maker, length, tuple(eos_ids)
+        self.names = (config.model.label, *getattr(config.task, "model_names", ()))
         # No token has more bytes than its name, so a longer text has more tokens than there is room for.
         self._most_bytes = length * max(len(token.encode()) for token in maker.tokenizer.get_vocab())
 
@@ -120,8 +145,8 @@ class BodyReader:
         if not isinstance(body, dict):
             raise RequestError("the body must be a JSON object")
         given = _checked({name: value for name, value in body.items() if value is not None}, is_chat=is_chat)
-        if given.get("model", self.name) != self.name:
-            reason = f"model={given['model']!r} is not the one that answers, {self.name}"
+        if given.get("model", self.names[0]) not in self.names:
+            reason = f"model={given['model']!r} is not the one that answers, {self.names[0]}"
             raise RequestError(reason, param="model", status=404, code="model_not_found")
         if given.get("stream_options") and not given.get("stream"):
             raise RequestError("stream_options needs stream=true", param="stream_options")
@@ -139,19 +164,70 @@ class BodyReader:
             ignores_eos=given.get("ignore_eos", False), seed=given.get("seed", secrets.randbits(63)),
             num_top=_num_top(given, is_chat=is_chat), scores_prompt=echoes,
             stops=StopStrings(self._maker.tokenizer, stops) if stops else None,
+            stop_ids=self._stop_ids(given), shows_stop=given.get("include_stop_str_in_output", False),
+            num_draft_tokens=self._most_drafted(given),
         )  # fmt: skip
         for name in SERVED_FIELDS.all().keys() & given.keys():
             try:
                 first = self._with_field(name, given[name], first)
             except ConfigError as error:
                 raise RequestError(str(error), param=name) from None
+        least = given.get("min_tokens", 0)
+        if least and first.sampling:
+            ends = (*(() if first.ignores_eos else self._eos_ids), *first.stop_ids)
+            first = replace(first, sampling=replace(first.sampling, min_new_tokens=least, eos_ids=ends))
         completions = [
             replace(first, prompt_ids=ids, num_equal_before=before, sample=sample, max_new_tokens=number)
             for ids, before in zip(prompts, count_equal_before(prompts), strict=True)
-            for number in [self._num_new(given, ids, echoes=echoes)]
+            for number in [self._num_new(given, ids, least=least, echoes=echoes)]
             for sample in range(num_samples)
         ]
-        return Asked(given, completions, self._maker.tokenizer, is_chat=is_chat, model=self.name)
+        return Asked(
+            given, completions, self._maker.tokenizer, is_chat=is_chat, model=given.get("model", self.names[0])
+        )
+
+    def tokenize(self, body: object) -> tuple[int, ...]:
+        """The tokens of the prompt or the messages of a body; raises RequestError."""
+        given = body if isinstance(body, dict) else {}
+        if "messages" in given:
+            return self._chat(given)
+        if not isinstance(given.get("prompt"), str):
+            raise RequestError("prompt must be a text, or messages a list of objects", param="prompt")
+        return self._encoded(given["prompt"])
+
+    def detokenize(self, body: object) -> str:
+        """The text of the tokens of a body; raises RequestError."""
+        ids = body.get("tokens") if isinstance(body, dict) else None
+        if (
+            not isinstance(ids, list)
+            or not all(map(_is_id, ids))
+            or any(token >= self._maker.vocab_size for token in ids)
+        ):
+            raise RequestError(f"tokens must be a list of ids below {self._maker.vocab_size}", param="tokens")
+        return TextAfter(self._maker.tokenizer, (), names_special=True).decode(ids)
+
+    def _stop_ids(self, given: Mapping[str, Any]) -> tuple[int, ...]:
+        ids, most = given.get("stop_token_ids", []), MOST_ENDS - len(self._eos_ids)
+        if not (isinstance(ids, list) and len(ids) <= most and all(map(_is_id, ids))):
+            raise RequestError(f"stop_token_ids must be up to {most} ids of tokens", param="stop_token_ids")
+        return tuple(ids)
+
+    def _most_drafted(self, given: Mapping[str, Any]) -> int | None:
+        """The drafted tokens of a round that a request takes; None for all."""
+        number, asked = given.get("num_draft_tokens"), given.get("speculative", True)
+        name = "speculative" if "speculative" in given else "num_draft_tokens"
+        if number is not None and not 0 <= number <= MOST_DRAFTED:
+            raise RequestError(f"num_draft_tokens={number} must be 0 to {MOST_DRAFTED}", param="num_draft_tokens")
+        if "speculative" in given and number is not None and asked != (number > 0):
+            raise RequestError(f"speculative={asked} contradicts num_draft_tokens={number}", param=name)
+        if (number or given.get("speculative")) and not drafts(self._config.draft):
+            raise RequestError(f"this server has no draft: leave {name} out", param=name)
+        if number and self._config.speculation.overlap:
+            reason = (
+                "the rounds of this server overlap: num_draft_tokens=0 decodes plainly, and no other number is taken"
+            )
+            raise RequestError(reason, param="num_draft_tokens")
+        return number if asked else 0
 
     def _with_field(self, name: str, value: object, request: ServedRequest) -> ServedRequest:
         """The request with what a field of a room or plugin asks for; raises ConfigError."""
@@ -190,16 +266,18 @@ class BodyReader:
             )
         return {int(token): float(bias) for token, bias in given.items()}
 
-    def _num_new(self, given: Mapping[str, Any], ids: Sequence[int], *, echoes: bool) -> int:
+    def _num_new(self, given: Mapping[str, Any], ids: Sequence[int], *, least: int, echoes: bool) -> int:
         """The new tokens of a completion; raises RequestError if there is no room for them."""
         name = "max_completion_tokens" if "max_completion_tokens" in given else "max_tokens"
-        room = self._length - len(ids)
+        room = self.length - len(ids)
         number = given.get(name, max(min(self._config.max_new_tokens, room), 1))
         if number < (0 if echoes else 1):
             raise RequestError(f"{name}={number} must be at least 1, or 0 with echo", param=name)
+        if not 0 <= least <= number:
+            raise RequestError(f"min_tokens={least} must be 0 to {name}={number}", param="min_tokens")
         if number > room:
             raise RequestError(
-                f"the prompt has {len(ids)} tokens, and with {name}={number} that is more than the {self._length} that "
+                f"the prompt has {len(ids)} tokens, and with {name}={number} that is more than the {self.length} that "
                 "there is room for",
                 param=name, code=_TOO_LONG,
             )  # fmt: skip
@@ -218,7 +296,7 @@ class BodyReader:
     def _check_bytes(self, texts: Sequence[str], param: str) -> None:
         """Refuse texts with too many bytes for any tokens; to encode them could take seconds."""
         if sum(len(text.encode(errors="replace")) for text in texts) > self._most_bytes:
-            reason = f"more than {self._most_bytes} bytes do not fit into the {self._length} tokens of a row"
+            reason = f"more than {self._most_bytes} bytes do not fit into the {self.length} tokens of a row"
             raise RequestError(reason, param=param, code=_TOO_LONG)
 
     def _encoded(self, prompt: str | list[int]) -> tuple[int, ...]:
@@ -232,7 +310,8 @@ class BodyReader:
         return ids
 
     def _chat(self, given: Mapping[str, Any]) -> tuple[int, ...]:
-        arguments = {**self._config.chat_arguments, **given.get("chat_template_kwargs", {})}
+        effort = {"reasoning_effort": given["reasoning_effort"]} if "reasoning_effort" in given else {}
+        arguments = {**self._config.chat_arguments, **effort, **given.get("chat_template_kwargs", {})}
         try:
             _check_fields(given.get("messages"))
             if messages := read_messages(given.get("messages"), "the body"):
@@ -303,6 +382,7 @@ class Answer:
         self._tokenizer, self._index, self._is_chat = tokenizer, index, is_chat
         self._stops = request.stops.texts if request.stops else ()
         self._is_constrained = request.sampling is not None and constraint_asked(request.sampling) is not None
+        self._stop_ids, self._shows_stop = request.stop_ids, request.shows_stop
         self.prompt_ids = request.prompt_ids
         self._is_scored, self._echoes = request.num_top is not None, request.scores_prompt
         self._text, self._held, self._whole = IncrementalText(tokenizer, self.prompt_ids), "", ""
@@ -311,10 +391,17 @@ class Answer:
         self.token_ids: list[int] = []
         self.last: Part | None = None
 
+    @property
+    def text(self) -> str:
+        """Its text so far."""
+        return self._whole
+
     def push(self, part: Part) -> str:
         """Take a part; returns the new text that can no longer become part of a stop string."""
         self.token_ids += part.new_ids
-        held = self._held + "".join(piece.text for piece in self._text.push(part.new_ids))
+        is_stopped = part.finish_reason == "stop" and part.new_ids and part.new_ids[-1] in self._stop_ids
+        shown = part.new_ids[:-1] if is_stopped and not self._shows_stop else part.new_ids
+        held = self._held + "".join(piece.text for piece in self._text.push(shown))
         kept = max(map(len, self._stops), default=1) - 1
         if part.finish_reason:
             self.last, kept = part, 0
@@ -322,8 +409,9 @@ class Answer:
             # A constraint ends no text at a stop before its end.
             stops = self._stops if part.finish_reason == "stop" or not self._is_constrained else ()
             find = str.rfind if self._is_constrained else str.find
-            found = [place for stop in stops if (place := find(held, stop)) >= 0]
-            held = held[: min(found, default=len(held))]
+            found = [(place, len(stop)) for stop in stops if (place := find(held, stop)) >= 0]
+            place, length = min(found, default=(len(held), 0))
+            held = held[: place + length * self._shows_stop]
         end = max(len(held) - kept, 0)
         new, self._held, self._lead = self._lead + held[:end], held[end:], ""
         self._whole += new

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from llama_ssp.catalogue import ending_of
 from llama_ssp.errors import ConfigError
-from llama_ssp.fields import setting
+from llama_ssp.fields import made, setting
 from llama_ssp.groups import MoreSettings
 from llama_ssp.reports.reading import read_json
 from llama_ssp.run.prompts import lines_of
@@ -50,6 +50,7 @@ class ServeConfig(TaskConfig):
     allow_origin: str | None = setting(
         None, "web pages of this origin may call the server, such as http://localhost:3000."
     )
+    model_names: list[str] = made(list, "further names of the model that requests may give.")
     max_length: int | None = setting(
         None, f"most tokens of prompt and completion together; null takes the context, up to {MOST_TOKENS}."
     )
@@ -116,7 +117,7 @@ def _full_rows(config: RunConfig) -> tuple[RunConfig, int]:
 SERVE = TaskSpec(
     config=ServeConfig,
     run="llama_ssp.rooms.serve.http:serve",
-    reads_prompts=False,
+    reads_prompts=lambda _config: False,
     paths=("api_key_file",),
     ranges=(
         ("port", lambda n: 0 <= n < 1 << 16, "between 0 and 65535, for example 8000"),

@@ -72,9 +72,7 @@ class Service:
         done, request = update.completion, cast("ServedRequest", update.completion.request)
         part = Part(update.new_ids)
         if done.finish_reason:
-            of_rounds = zip(done.accepted_lengths, done.examined_lengths, strict=True)
-            num_rejected = sum(max(num_examined - num_accepted, 0) for num_accepted, num_examined in of_rounds)
-            part = Part(update.new_ids, done.finish_reason, sum(done.accepted_lengths), num_rejected)
+            part = Part(update.new_ids, done.finish_reason, done.accepted_lengths, done.examined_lengths)
             if request.num_top is not None:
                 self._unscored.append((request.text(done.token_ids), request, part))
                 return

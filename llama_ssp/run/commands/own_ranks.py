@@ -20,7 +20,7 @@ from llama_ssp.ranks.cores import LOAD, wait_by_load
 from llama_ssp.ranks.process import Ranks, launcher_of, read_ranks, signals_kept
 from llama_ssp.run.commands import run
 from llama_ssp.run.lengths import check_lengths
-from llama_ssp.run.startup import StartClock
+from llama_ssp.run.startup import StartClock, importing_torch
 from llama_ssp.run.tasks.dry_run import check_models
 from llama_ssp.settings.backends import backends
 from llama_ssp.settings.launchers import LAUNCHER, LAUNCHERS
@@ -156,8 +156,8 @@ def _start_ranks(start: Start) -> int:
     if start.sentence:
         complain(start.sentence)
     wait_by_load(LOAD, os.environ)
-    from llama_ssp.run.commands import agent  # noqa: PLC0415 - torch takes seconds to import
-
+    with importing_torch():
+        from llama_ssp.run.commands import agent  # noqa: PLC0415 - torch takes seconds to import
     return agent.run_ranks([sys.executable, *sys.orig_argv[1:]], num_ranks=start.num_ranks)
 
 

@@ -46,8 +46,8 @@ Act = Callable[[RunConfig, startup.StartClock], bool]
 def task_code() -> Act:
     """Import what runs one point on this rank."""
     wait_by_load(LOAD, os.environ)
-    from llama_ssp.run import pipeline  # noqa: PLC0415 - torch takes seconds to import
-
+    with startup.importing_torch():
+        from llama_ssp.run import pipeline  # noqa: PLC0415 - torch takes seconds to import
     return pipeline.run
 
 

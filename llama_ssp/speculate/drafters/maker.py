@@ -1,5 +1,6 @@
 """Makes the drafters of a rank from the run's settings and placement."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -21,12 +22,12 @@ from llama_ssp.speculate.drafters.shared import (
     TapsSender,
 )
 from llama_ssp.speculate.sampling.by_row import RowSteps
-from llama_ssp.speculate.sampling.rules import make_rule
+from llama_ssp.speculate.sampling.rules import Rule, make_rule
 from llama_ssp.speculate.sampling.shards import WHOLE, Shard
 from llama_ssp.speculate.sampling.trees import Tree
 
 
-def make_drafters(
+def make_drafters(  # noqa: PLR0913 - all that a rank's drafters are made of
     config: RunConfig,
     *,
     mesh: Mesh,
@@ -37,13 +38,15 @@ def make_drafters(
     shard: Shard = WHOLE,
     prepared: object = None,
     steps: RowSteps | None = None,
+    drawing: Callable[[Rule], Rule] = lambda rule: rule,
 ) -> list[Drafter]:
     """Make the drafters of a rank, in a run with a draft: the draft's, then the fallback's if rounds choose.
 
     `runner` is the draft model or this rank's slice of it, None on ranks without one. `split` divides the rows among
     ranks that each hold the whole draft model. `taps` are the target's, if the draft is a head; for `prepared` see
-    `DrafterParts`. `shard` is of the draft's logits, `steps` shared with the target's rule. Raises ConfigError if the
-    code of a kind of draft cannot be imported.
+    `DrafterParts`. `shard` is of the draft's logits, `steps` shared with the target's rule. `drawing` makes
+    another rule of theirs, which they draw by in its place. Raises ConfigError if the code of a kind of draft cannot be
+    imported.
     """
     layout, num_draft_tokens = mesh.layout, config.most_draft_tokens
     vocab_size, device = target.vocab_size, target.device
@@ -54,10 +57,10 @@ def make_drafters(
     # A tree takes more than the best token; another vocabulary is mapped or cut to the target's before one is taken.
     is_mapped = vocabulary_of(config.draft) is not SAME
     takes_all = not mesh.draft or not runner or tree or is_mapped or runner.vocab_size > vocab_size
-    rule = make_rule(
+    rule = drawing(make_rule(
         sampling, config.verification, breaks_ties=bool(receiver and receiver.num_left),
         is_cut=not takes_all and mesh.draft is not None and mesh.draft.size > 1, shard=shard, steps=steps,
-    )  # fmt: skip
+    ))  # fmt: skip
 
     parts = DrafterParts(
         config=config.draft, rule=rule, num_draft_tokens=num_draft_tokens, vocab_size=vocab_size, device=device,

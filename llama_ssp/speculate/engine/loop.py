@@ -306,7 +306,7 @@ class Decoding:
         if self.round.steps:
             self._use_steps([owner.request for owner in self.rows.decoding])
         choice = self.decoder.length.choose(self._unread.num_tokens)
-        if self.round.limit and all(self._outgrew(owner, choice) for owner in self.rows.decoding):
+        if all(owner.request.num_draft_tokens == 0 or self._outgrew(owner, choice) for owner in self.rows.decoding):
             return DraftChoice(0)  # no row will be drafted for again, so that nothing is skipped
         if choice.num_tokens:
             if self._state and (unread := self._unread.take_prompts(choice.source)):
@@ -340,7 +340,8 @@ class Decoding:
     def _use_steps(self, requests: Sequence[Request]) -> None:
         """Let the next draws take the steps that these requests need, if rows have settings of their own."""
         if steps := self.round.steps:
-            steps.follow([request.sampling for request in requests if request.sampling])
+            samplings = [request.sampling for request in requests if request.sampling]
+            steps.follow(samplings, limits=any(request.num_draft_tokens is not None for request in requests))
 
     def _fail(self, request: Request, error: SspError) -> None:
         """Let a request end by an error of its own."""
@@ -572,7 +573,8 @@ class Decoding:
         """Number of drafted tokens of a row that a round could accept, before its new tokens are known."""
         if not choice.num_tokens or self._outgrew(owner, choice, num_ahead=owner.num_ahead):
             return 0
-        return num_drafted if owner.has_bonus else owner.num_ahead + 1
+        number, most = num_drafted if owner.has_bonus else owner.num_ahead + 1, owner.request.num_draft_tokens
+        return number if most is None else min(number, most)
 
     def _up_to_end(self, owner: RowCompletion, ids: list[int]) -> tuple[list[int], FinishReason | None]:
         """Cut what follows the first end-of-sequence token or completed stop, also inside a draft."""
@@ -581,9 +583,10 @@ class Decoding:
             return self._up_to_end_of(owner.constraint, owner, ids)
         if self._to_length:
             return ids, reason
-        if not (owner.request.ignores_eos or self.decoder.eos_ids.isdisjoint(ids)):
-            ids = ids[: next(place for place, token in enumerate(ids, start=1) if token in self.decoder.eos_ids)]
-            reason = "eos"
+        ends = {*owner.request.stop_ids, *(() if owner.request.ignores_eos else self.decoder.eos_ids)}
+        if not ends.isdisjoint(ids):
+            ids = ids[: next(place for place, token in enumerate(ids, start=1) if token in ends)]
+            reason = "stop" if ids[-1] in owner.request.stop_ids else "eos"
         if owner.stop_watch and (num_until_stop := owner.stop_watch.num_until_stop(ids)):
             ids, reason = ids[:num_until_stop], "stop"
         return ids, reason
@@ -596,7 +599,8 @@ class Decoding:
             if token in self.decoder.eos_ids:
                 return ids[:number], "eos"
             constraint.extend(token)
-            stops = bool(owner.stop_watch and owner.stop_watch.num_until_stop([token]))
+            watched = bool(owner.stop_watch and owner.stop_watch.num_until_stop([token]))
+            stops = watched or token in owner.request.stop_ids
             if (stops and constraint.may_end) or (constraint.is_over and not self.decoder.eos_ids):
                 return ids[:number], "stop"
         return ids, None

@@ -131,11 +131,11 @@ class OverlappedRound(Round):
         in_flight = Draft(flying_BA, before if isinstance(before, PointMass) else before[:, 1:])
         first = following.first()
         draws, rule = self._draws(state, uniforms_BN, following, num_tokens), self.verifier.rule
-        is_plain_B1 = self._is_plain(longest, state)
+        most_B1 = self._most(longest, state)
 
         def verdict() -> tuple[Verdict, None]:
             found = verify_ahead(rule, in_flight, first, target_BKV, ahead_B=state.ahead_B, draws=draws)
-            return rule.or_plain(found, is_plain_B1, target_BKV, draws=draws), None
+            return rule.at_most(found, most_B1, target_BKV, draws=draws), None
 
         decision = self.verifier.decide(verdict, batch_size=flying_BA.shape[0])
         goes_on_B1 = decision.node_B1 > state.ahead_B[:, None]  # the next token is the first of the block that follows

@@ -255,7 +255,7 @@ class Round:
         forced = self.verifier.forced
         decision = self.verifier.verify(
             draft, *self.verifier.process(logits_BWV, context, bits_BWX),
-            draws=self._draws(state, uniforms_BN, draft, num_tokens), is_plain_B1=self._is_plain(longest, state),
+            draws=self._draws(state, uniforms_BN, draft, num_tokens), most_B1=self._most(longest, state),
             forced_B1=forced.lengths(state.lengths_B - state.prompt_lengths_B) if forced else None,
         )  # fmt: skip
         return state.commit(*self._follow(state, draft, decision))
@@ -345,9 +345,13 @@ class Round:
     def _limit_of(self, source: int) -> DraftLimit | None:
         return None if source else self.limit
 
-    def _is_plain(self, longest: int | None, state: BatchState) -> Tensor | None:
-        """Rows (B, 1) that the draft cannot serve in this round; None if it serves all."""
-        return None if longest is None else self.draft_rows(state).lengths_B[:, None] > longest
+    def _most(self, longest: int | None, state: BatchState) -> Tensor | None:
+        """The most drafted tokens (B, 1) of each row, 0 where the draft cannot serve it; None if no row has a limit."""
+        most_B1 = state.most_drafted_B[:, None] if self.steps and self.steps.limits else None
+        if longest is None:
+            return most_B1
+        is_served_B1 = self.draft_rows(state).lengths_B[:, None] <= longest
+        return is_served_B1 * (self.max_tokens_per_round if most_B1 is None else most_B1)
 
     def draft_rows(self, state: BatchState) -> Rows:
         """The rows as the draft sees them."""

@@ -27,6 +27,7 @@ from llama_ssp.speculate.sampling.by_row import settings_of
 from llama_ssp.speculate.sampling.context import Rows
 from llama_ssp.speculate.sampling.uniforms import PER_DRAW, UniformTable, prompt_key, row_key
 
+_ALL_DRAFTED = 2**31
 _MOST_UNIFORMS = 2**20
 """Made at a time."""
 _GOLDEN = (math.sqrt(5) - 1) / 2
@@ -44,6 +45,9 @@ class Request:
         num_equal_before: how many equal prompts came before it (`count_equal_before`).
         seed, sampling, stops: in place of the run's.
         ignores_eos: it goes on after an end-of-sequence token.
+        num_draft_tokens: the most drafted tokens of a round that become its text, in batches whose rows have settings
+            of their own; 0 decodes plainly, None takes all.
+        stop_ids: further tokens that end it, and stay in it.
     """
 
     index: int
@@ -55,6 +59,8 @@ class Request:
     sampling: SamplingConfig | None = field(default=None, compare=False)
     stops: StopStrings | None = field(default=None, compare=False)
     ignores_eos: bool = False
+    num_draft_tokens: int | None = None
+    stop_ids: tuple[int, ...] = ()
 
     def key(self, seed: int) -> int:
         """The key of its uniforms, in a run of this seed."""
@@ -80,6 +86,7 @@ class BatchState(NamedTuple):
         keys_B: the key of each row's uniforms.
         prompt_lengths_B: how many tokens are the prompt.
         ahead_B: drafted tokens after the text that wait for verification; 0 but in rounds that overlap (`overlap`).
+        most_drafted_B: the most drafted tokens that a round of each row accepts; above every draft where it takes all.
         sampling_BX: settings of each row (`sampling.by_row`); X is 0 if all rows have the settings of the run.
         uniforms_BMN: all uniforms the rows can need; index M is for the round that begins M tokens after the prompt.
     """
@@ -91,6 +98,7 @@ class BatchState(NamedTuple):
     keys_B: Tensor
     prompt_lengths_B: Tensor
     ahead_B: Tensor
+    most_drafted_B: Tensor
     sampling_BX: Tensor
     uniforms_BMN: Tensor
 
@@ -105,9 +113,11 @@ class BatchState(NamedTuple):
         tokens_BS = torch.zeros(batch_size, num_slots, dtype=torch.int64, device=table.device)
         shape = batch_size, num_rounds, table.num_uniforms
         uniforms_BMN = torch.arange(math.prod(shape), dtype=torch.float64, device=table.device).mul_(_GOLDEN).frac_()
-        lengths_B, limits_B, first_round_B, keys_B, prompts_B, ahead_B = tokens_BS.new_zeros(6, batch_size).unbind()
+        lengths_B, limits_B, first_round_B, keys_B, prompts_B, ahead_B, most_B = tokens_BS.new_zeros(
+            7, batch_size
+        ).unbind()
         sampling_BX = uniforms_BMN.new_zeros(batch_size, num_settings)
-        rows = lengths_B, limits_B, first_round_B, keys_B, prompts_B, ahead_B, sampling_BX
+        rows = lengths_B, limits_B, first_round_B, keys_B, prompts_B, ahead_B, most_B, sampling_BX
         state = cls(tokens_BS, *rows, uniforms_BMN.view(shape))
         state.vacate(slice(None))
         return state
@@ -123,8 +133,11 @@ class BatchState(NamedTuple):
         for row, request in enumerate(requests):
             length = len(request.prompt_ids)
             tokens_BS[row, :length] = torch.tensor(request.prompt_ids)
-            numbers.append((length, length + request.max_new_tokens, row * num_rounds - length, request.key(seed), 0))
-        lengths_B, limits_B, first_round_B, keys_B, ahead_B = to_device([*zip(*numbers, strict=True)], device).unbind()
+            most = _ALL_DRAFTED if request.num_draft_tokens is None else request.num_draft_tokens
+            ends, first = length + request.max_new_tokens, row * num_rounds - length
+            numbers.append((length, ends, first, request.key(seed), 0, most))
+        found_XB = to_device([*zip(*numbers, strict=True)], device)
+        lengths_B, limits_B, first_round_B, keys_B, ahead_B, most_B = found_XB.unbind()
         uniforms_BMN = torch.empty(width, dtype=torch.float64, device=device)
         starts_BM = lengths_B[:, None] + torch.arange(num_rounds, device=device)
         few = max(_MOST_UNIFORMS // uniforms_BMN[0].numel(), 1)
@@ -132,7 +145,16 @@ class BatchState(NamedTuple):
             some = slice(first, first + few)
             uniforms_BMN[some] = table.uniforms(keys_B[some, None], starts_BM[some])
         sampling_BX = torch.tensor([settings_of(request.sampling) for request in requests], dtype=torch.float64)
-        rows = lengths_B, limits_B, first_round_B, keys_B, lengths_B.clone(), ahead_B, to_device(sampling_BX, device)
+        rows = (
+            lengths_B,
+            limits_B,
+            first_round_B,
+            keys_B,
+            lengths_B.clone(),
+            ahead_B,
+            most_B,
+            to_device(sampling_BX, device),
+        )
         return cls(to_device(tokens_BS, device), *rows, uniforms_BMN)
 
     @property

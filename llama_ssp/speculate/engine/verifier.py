@@ -115,32 +115,29 @@ class Verifier:
 
     def verify(
         self, draft: Draft, target_BTV: Tensor, nothing_BT: Tensor | None = None, *, draws: Draws,
-        is_plain_B1: Tensor | None = None, forced_B1: Tensor | None = None,
+        most_B1: Tensor | None = None, forced_B1: Tensor | None = None,
     ) -> Decision:  # fmt: skip
         """Accept a path of the draft and choose the token that follows it; with a split, any rank can ask to stop.
 
-        Where `is_plain_B1` nothing is accepted, and the next token is plain decoding's; elsewhere `forced_B1`
-        tokens are, if it is given.
+        `most_B1` is as in `Rule.at_most`. `forced_B1` tokens are accepted whatever the target says, if it is given.
         """
         batch_size = draft.ids_BK.shape[0]
 
-        def verdict(draft: Draft, draws: Draws, is_plain_B1: Tensor | None, forced_B1: Tensor | None) -> Verdict:
+        def verdict(draft: Draft, draws: Draws, most_B1: Tensor | None, forced_B1: Tensor | None) -> Verdict:
             found = self.rule.verify(draft, target_BTV, draws=draws)
             if forced_B1 is not None:
                 found = self.rule.accepting(forced_B1, target_BTV, draws=draws)
-            return self.rule.or_plain(found, is_plain_B1, target_BTV, draws=draws)
+            return self.rule.at_most(found, most_B1, target_BTV, draws=draws)
 
         if not self._split:
-            return self.decide(
-                lambda: (verdict(draft, draws, is_plain_B1, forced_B1), nothing_BT), batch_size=batch_size
-            )
+            return self.decide(lambda: (verdict(draft, draws, most_B1, forced_B1), nothing_BT), batch_size=batch_size)
         own = self.own_rows(batch_size)
         packed_R3 = self._flags_11.new_empty(0, 3)
         if own.start < own.stop:
             of_rows = draft._replace(ids_BK=draft.ids_BK[own])  # the probabilities are theirs alone
             own_draws = Draws(*(uniforms[own] for uniforms in draws))
-            of_plain, of_forced = (None if part is None else part[own] for part in (is_plain_B1, forced_B1))
-            found = verdict(of_rows, own_draws, of_plain, of_forced)
+            of_most, of_forced = (None if part is None else part[own] for part in (most_B1, forced_B1))
+            found = verdict(of_rows, own_draws, of_most, of_forced)
             packed_R3 = torch.cat(self._decision(found, nothing_BT), dim=1)
         return _unpacked(self._split.gather(packed_R3, batch_size=batch_size))
 

@@ -3,7 +3,7 @@
 The settings of a row are numbers in the batch's tensors: a round does the same operators whatever they are. Greedy rows
 are a law too: probability 1 at the best token, which every rule then drafts, accepts and draws.
 
-    settings of a row   | 1 / temperature | top_k | top_p | min_p | three penalties | M ids | M biases |
+    settings of a row   | 1 / temperature | top_k | top_p | min_p | 3 penalties | least | M ids | M biases | E ends |
 
 What a row's settings leave out changes no bit of its probabilities, so its text is as in a batch of its own. Sorting
 a vocabulary and counting tokens cost time: rounds do so only while a row needs it (`RowSteps`).
@@ -21,8 +21,10 @@ from llama_ssp.settings.schema import MOST_BIASES, SamplingConfig
 from llama_ssp.speculate.sampling.context import Context, count_tokens
 from llama_ssp.speculate.sampling.processors import scale_of
 
-_NUM_NUMBERS, _MOST_KEPT = 7, 2**31
-NUM_SETTINGS = _NUM_NUMBERS + 2 * MOST_BIASES
+_NUM_NUMBERS, _MOST_KEPT = 8, 2**31
+MOST_ENDS = 16
+"""E: tokens that end the text of a row, and are banned from its first ones."""
+NUM_SETTINGS = _NUM_NUMBERS + 2 * MOST_BIASES + MOST_ENDS
 """X."""
 
 
@@ -35,7 +37,9 @@ def settings_of(sampling: SamplingConfig | None) -> list[float]:
         scale_of(sampling.temperature) if sampling.temperature else 0.0,
         min(sampling.top_k or 0, _MOST_KEPT), sampling.top_p or 1.0, sampling.min_p or 0.0,
         sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty,
+        sampling.min_new_tokens or 0,
         *sampling.logit_bias, *missing, *sampling.logit_bias.values(), *missing,
+        *sampling.eos_ids, *[-1.0] * (MOST_ENDS - len(sampling.eos_ids)),
     ]  # fmt: skip
 
 
@@ -45,11 +49,13 @@ class RowSteps:
 
     truncates: bool = False
     penalizes: bool = False
+    limits: bool = False
 
-    def follow(self, samplings: Sequence[SamplingConfig]) -> None:
-        """Take the steps that any of these settings of rows needs."""
+    def follow(self, samplings: Sequence[SamplingConfig], *, limits: bool) -> None:
+        """Take the steps that any of these settings needs; `limits`: a row takes fewer drafted tokens than others."""
         self.truncates = any(sampling.truncates for sampling in samplings)
         self.penalizes = any(sampling.penalizes for sampling in samplings)
+        self.limits = limits
 
 
 class ByRow:
@@ -79,21 +85,30 @@ class ByRow:
         return torch.where(is_greedy_B11, best_BTV, probs_BTV)
 
 
-def _penalized(logits_BTV: Tensor, context: Context, penalties_3B11: Tensor) -> Tensor:
+def _penalized(logits_BTV: Tensor, context: Context, penalties_4B11: Tensor) -> Tensor:
     vocab_size, dtype = logits_BTV.shape[-1], logits_BTV.dtype
-    ids_BM, biases_BM = context.sampling_BX[:, _NUM_NUMBERS:].split(MOST_BIASES, dim=1)
+    ids_BM, biases_BM = context.sampling_BX[:, _NUM_NUMBERS:-MOST_ENDS].split(MOST_BIASES, dim=1)
     is_known_BM = ids_BM < vocab_size  # a draft may know fewer
     ids_B1M, biases_B1M = ((part_BM * is_known_BM)[:, None] for part_BM in (ids_BM, biases_BM))
     shape = *logits_BTV.shape[:2], MOST_BIASES
     logits_BTV = logits_BTV.scatter_add(-1, ids_B1M.long().expand(shape), biases_B1M.to(dtype).expand(shape))
-    repetition, frequency, presence = penalties_3B11.to(dtype)
+    repetition, frequency, presence, least = penalties_4B11.to(dtype)
     first_B = context.prompt_lengths_B
     is_there_BTV = count_tokens(context, torch.zeros_like(first_B), vocab_size=vocab_size) > 0
     scaled_BTV = torch.where(logits_BTV < 0, logits_BTV * repetition, logits_BTV / repetition)
     logits_BTV = torch.where(is_there_BTV, scaled_BTV, logits_BTV)
     counts_BTV = count_tokens(context, first_B, vocab_size=vocab_size).to(dtype)
     found_BTV: Tensor = logits_BTV - frequency * counts_BTV - presence * (counts_BTV > 0)
-    return found_BTV
+    is_first_BT1 = (context.last_BT + 1 - first_B[:, None])[..., None] < least
+    return found_BTV.masked_fill(_ends(context, vocab_size) & is_first_BT1, float("-inf"))
+
+
+def _ends(context: Context, vocab_size: int) -> Tensor:
+    """Whether a token ends the text of a row (B, 1, V)."""
+    ids_BE = context.sampling_BX[:, -MOST_ENDS:].long()
+    is_known_BE = (ids_BE >= 0) & (ids_BE < vocab_size)
+    counts_BV = torch.zeros(len(ids_BE), vocab_size, device=ids_BE.device)
+    return counts_BV.scatter_add_(1, ids_BE * is_known_BE, is_known_BE.to(torch.float32))[:, None] > 0
 
 
 def _truncated(probs_BTV: Tensor, scaled_BTV: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:

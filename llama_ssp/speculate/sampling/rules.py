@@ -203,13 +203,20 @@ class Rule:
     def accepting(self, lengths_B1: Tensor, target_BTV: Tensor, *, draws: Draws) -> Verdict:
         """Accept `lengths_B1` drafted tokens, whatever the target says, and draw the next one as in plain decoding."""
         index_B1V = lengths_B1[..., None].expand(-1, -1, target_BTV.shape[-1])
-        return self.plain(target_BTV.gather(1, index_B1V), draws.plain_BTP[:, :1], lengths_B1)
+        places_B1 = lengths_B1.clamp_max(draws.plain_BTP.shape[1] - 1)  # one draw serves every place of a drawn draft
+        uniforms_B1P = draws.plain_BTP.gather(1, places_B1[..., None].expand(-1, -1, draws.plain_BTP.shape[-1]))
+        return self.plain(target_BTV.gather(1, index_B1V), uniforms_B1P, lengths_B1)
 
-    def or_plain(self, verdict: Verdict, is_plain_B1: Tensor | None, target_BTV: Tensor, *, draws: Draws) -> Verdict:
-        """Accept nothing in some rows, if any, and draw their next token as plain decoding does."""
-        if is_plain_B1 is None:
+    def at_most(self, verdict: Verdict, most_B1: Tensor | None, target_BTV: Tensor, *, draws: Draws) -> Verdict:
+        """Accept no more than `most_B1` tokens of a chain, nothing of a tree where that is 0; None changes nothing.
+
+        A row that would accept as many draws its next token as plain decoding does. So it is lossless: the text up to
+        there has the target's distribution, and whether more would pass no longer counts.
+        """
+        if most_B1 is None:
             return verdict
-        return verdict.where(is_plain_B1, self.plain(target_BTV[:, :1], draws.plain_BTP[:, :1]))
+        at_most_B1 = self.accepting(most_B1.clamp_max(target_BTV.shape[1] - 1), target_BTV, draws=draws)
+        return verdict.where(verdict.node_B1 >= most_B1, at_most_B1)
 
 
 class ForcedLengths:

@@ -56,6 +56,7 @@ from tests.helpers.few_rows import OPERANDS
 from tests.helpers.four_bits import rounded
 from tests.helpers.models import build_checkpoint, load_lean, tiny_model
 from tests.helpers.varlen_attention import varlen_attention
+from tests.rooms.gpu.interpreter import quicken
 from tests.unit.models.llama.test_decoder import KINDS, modules, random_ids
 
 Result = TypeVar("Result")
@@ -513,6 +514,7 @@ def wrong_recurrence_is_not_used() -> None:
 
 
 def check(*parts: str) -> None:
+    quicken()
     dot_of_bf16()
     linear_gpu._num_processors = cache(lambda _: 132)
     linear.can_pack = cache(lambda _: False)  # plain weights, as on a GPU: some CPUs pack 16 bits

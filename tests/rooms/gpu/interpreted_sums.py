@@ -19,6 +19,7 @@ from torch.testing import assert_close
 
 from llama_ssp.rooms.gpu.kernels import sums as sums_gpu
 from llama_ssp.rooms.gpu.sums import check_sums
+from tests.rooms.gpu.interpreter import quicken
 
 EPS = 1e-2
 FIRST_COUNT = 2**31 - 4
@@ -79,6 +80,7 @@ def check_patience() -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    quicken()
     check_patience()
     for number in map(int, sys.argv[2:]):
         check(number, {"few": FEW, "many": MANY}[sys.argv[1]])

@@ -102,7 +102,7 @@ BODIES = {
 @pytest.mark.parametrize("field", list(BODIES))
 def test_a_field_of_a_request_reaches_all_ranks(pair: Pair, field: str) -> None:
     value, kind = BODIES[field]
-    reader = BodyReader(pair.config, pair.models.request_maker, length=64)
+    reader = BodyReader(pair.config, pair.models.request_maker, length=64, eos_ids=pair.models.eos_ids)
     [request] = reader.read({"prompt": "x", field: value}, is_chat=False).completions
     found = ServedRequest.from_json(json.loads(json.dumps(request.as_json())), pair.tokenizer)
     value = "ab" if field == "structured_outputs" else value
@@ -126,7 +126,7 @@ def test_a_field_of_a_request_reaches_all_ranks(pair: Pair, field: str) -> None:
     ids=str,
 )
 def test_a_field_that_is_refused_is_named(pair: Pair, body: dict[str, Any], said: str) -> None:
-    reader = BodyReader(pair.config, pair.models.request_maker, length=64)
+    reader = BodyReader(pair.config, pair.models.request_maker, length=64, eos_ids=pair.models.eos_ids)
     with pytest.raises(RequestError, match=said) as error:
         reader.read({"prompt": "x", **body}, is_chat=False)
     assert error.value.param in body
@@ -134,7 +134,7 @@ def test_a_field_that_is_refused_is_named(pair: Pair, body: dict[str, Any], said
 
 def test_texts_without_a_structure_are_as_before(pair: Pair) -> None:
     for value in ({"type": "text"},):
-        reader = BodyReader(pair.config, pair.models.request_maker, length=64)
+        reader = BodyReader(pair.config, pair.models.request_maker, length=64, eos_ids=pair.models.eos_ids)
         [request] = reader.read({"prompt": "x", "response_format": value}, is_chat=False).completions
         assert request.sampling == whole(SamplingConfig)(**vars(request.sampling))
     assert refusal_of(GrammarSampling(choice=["a"])) is None

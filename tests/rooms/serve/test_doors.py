@@ -38,7 +38,7 @@ def test_server_and_batch_file_refuse_two_abilities_with_their_sentence(
 def test_a_request_is_refused_what_its_server_cannot_combine(pair: Pair) -> None:
     changes = {"temperature": "verification=greedy sampling=greedy", "presence_penalty": "speculation.tree=2x1"}
     for field, words in changes.items():
-        reader = BodyReader(config_of(words.split()), pair.models.request_maker, length=64)
+        reader = BodyReader(config_of(words.split()), pair.models.request_maker, length=64, eos_ids=pair.models.eos_ids)
         with pytest.raises(RequestError, match=r"temperature 0 only|without penalties") as caught:
             reader.read({"prompt": "def f", field: 0.7}, is_chat=False)
         assert caught.value.status == 400

@@ -22,7 +22,9 @@ BODIES: list[dict[str, Any]] = [
 @pytest.mark.parametrize("body", BODIES)
 def test_a_request_reaches_other_ranks_with_all_its_fields(pair: Pair, body: dict[str, Any]) -> None:
     config = replace(pair.config, sampling=replace(pair.config.sampling, frequency_penalty=0.5, min_new_tokens=3))
-    asked = BodyReader(config, pair.models.request_maker, length=64).read(body, is_chat=False)
+    asked = BodyReader(config, pair.models.request_maker, length=64, eos_ids=pair.models.eos_ids).read(
+        body, is_chat=False
+    )
     assert len(asked.completions) == (6 if "n" in body else 1)
     for request in asked.completions:
         found = ServedRequest.from_json(json.loads(json.dumps(request.as_json())), pair.tokenizer)

@@ -4,14 +4,12 @@ import json
 import math
 import random
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing, contextmanager, suppress
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, closing, suppress
+from dataclasses import replace
 from functools import partial
-from http.client import HTTPConnection
 from itertools import pairwise, product
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,88 +25,14 @@ from llama_ssp.errors import ConfigError, LostRankError
 from llama_ssp.rooms.serve import http
 from llama_ssp.rooms.serve.http import Front
 from llama_ssp.rooms.serve.inbox import Inbox
-from llama_ssp.rooms.serve.records import SERVE, ServeConfig, ServeTimeouts, length_of
-from llama_ssp.rooms.serve.service import Service
+from llama_ssp.rooms.serve.records import SERVE, ServeConfig, length_of
 from llama_ssp.settings.schema import SamplingConfig
 from llama_ssp.speculate.engine import likelihoods, state
-from llama_ssp.speculate.engine.completion import StopRequest
 from llama_ssp.speculate.engine.round import Round
 from llama_ssp.speculate.sampling.by_row import settings_of
 from tests.helpers.disturbed import wait_for
 from tests.helpers.lanes import heavy, slow
-
-PROMPT = "def factorial(n):\n"
-
-
-@dataclass(frozen=True)
-class Server:
-    """A server that answers on a port of the loopback."""
-
-    port: int
-    inbox: Inbox
-    session: Any
-    listener: socket.socket
-
-    def connect(self) -> HTTPConnection:
-        """A connection of its own."""
-        return HTTPConnection("127.0.0.1", self.port, timeout=60)
-
-    def ask(
-        self, path: str, body: object = None, *, raw: bytes | None = None, key: str = "", scheme: str = "Bearer"
-    ) -> tuple[int, Any]:
-        """The status and the answer, JSON or text, of a request."""
-        connection = self.connect()
-        content = json.dumps(body).encode() if raw is None else raw
-        method, headers = ("GET" if body is raw is None else "POST"), {"authorization": f"{scheme} {key}"}
-        connection.request(method, path, content if method == "POST" else None, headers)
-        answer = connection.getresponse()
-        text = answer.read().decode()
-        connection.close()
-        return answer.status, json.loads(text) if text.startswith(("{", "[")) else text
-
-    def complete(self, **body: object) -> dict[str, Any]:
-        """The answer to a request for completions."""
-        status, answer = self.ask("/v1/completions", body)
-        assert status == 200, answer
-        assert isinstance(answer, dict)
-        return answer
-
-    def stream(self, path: str, **body: object) -> list[Any]:
-        """The events of a streamed answer, without the last."""
-        status, text = self.ask(path, {**body, "stream": True})
-        assert status == 200, text
-        *events, done = text.removesuffix("\n\n").split("\n\n")
-        assert done == "data: [DONE]"
-        return [json.loads(event.removeprefix("data: ")) for event in events]
-
-
-@contextmanager
-def serving(
-    pair: Pair, *, batch_size: int = 4, drain_s: float = 5.0, task: ServeConfig | None = None
-) -> Iterator[Server]:
-    """Serve a pair while the block runs."""
-    task = task or ServeConfig(port=0)
-    config = replace(pair.config, task=task, batch_size=batch_size)
-    config.timeouts = ServeTimeouts(drain_s=drain_s)
-    session: Any = SimpleNamespace(
-        config=config, models=pair.models, world=pair.world, plan=None, folder=None,
-        stop_request=StopRequest(),
-    )  # fmt: skip
-    inbox = Inbox(task.max_waiting)
-
-    def decode() -> None:
-        with torch.inference_mode():
-            Service(session, inbox, length=length_of(config, pair.models.context)).run()
-
-    with Front(session, inbox) as front:
-        decoding = threading.Thread(target=decode)
-        decoding.start()
-        try:
-            yield Server(int(front.address.rpartition(":")[2].partition("/")[0]), inbox, session, front._socket)
-        finally:
-            session.stop_request.requested = True
-            decoding.join(60)
-            assert not decoding.is_alive()
+from tests.rooms.serve.server import PROMPT, Server, serving
 
 
 @pytest.fixture(scope="module")
@@ -488,7 +412,7 @@ def test_a_request_that_fails_ends_alone(pair: Pair, server: Server, wrong: dict
     [
         ("completions", {"stream_options": {"include_usage": True}}, "stream_options"),
         ("completions", {"stream": True, "stream_options": {"include_usage": 1}}, "stream_options"),
-        ("completions", {"stream": True, "stream_options": {"continuous_usage_stats": True}}, "stream_options"),
+        ("completions", {"stream": True, "stream_options": {"include_prompt": True}}, "stream_options"),
         ("chat/completions", {"chat_template_kwargs": {"think": True}}, "chat_template_kwargs"),
         ("chat/completions", {"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
         ("chat/completions", {"chat_template_kwargs": {"raise_exception": 1}}, "chat_template_kwargs"),

@@ -68,8 +68,11 @@ def wanted(num_more: int) -> list[Request]:
         ((4, 4), C, 6),
     )  # fmt: skip
     return [
-        Request(index=place, prompt_ids=ids, max_new_tokens=num_new, sampling=sampling, seed=place)
+        Request(
+            index=place, prompt_ids=ids, max_new_tokens=num_new, sampling=sampling, seed=place, num_draft_tokens=most
+        )
         for place, (ids, sampling, num_new) in enumerate(rows)
+        for most in [0 if sampling is B else None]
     ]
 
 
@@ -77,7 +80,9 @@ def wanted(num_more: int) -> list[Request]:
 def decoded(decoder: Decoder, num_more: int, *, mode: str) -> list[object]:
     """What a run decides; further texts are scored between its rounds if it gives log-probabilities."""
     by_row, scores, num_asked = mode == "by row", list[Any](), 0
-    requests = wanted(num_more) if by_row else [replace(request, sampling=None) for request in wanted(num_more)]
+    requests = wanted(num_more)
+    if not by_row:
+        requests = [replace(request, sampling=None, num_draft_tokens=None) for request in requests]
 
     def more(run: Decoding, num_free: int) -> list[Request] | None:
         nonlocal num_asked

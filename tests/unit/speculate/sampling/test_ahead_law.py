@@ -178,7 +178,8 @@ def dropping(rule: Rule, *arguments: Tensor, ahead_B: Tensor, draws: Draws) -> V
     """Blocks are dropped from rows that go on plainly, which is no fault."""
     verdict = verify_ahead(rule, *arguments, ahead_B=ahead_B, draws=draws)  # type: ignore[arg-type]
     same = draws._replace(plain_BTP=draws.residual_BP[:, None])
-    return rule.or_plain(verdict, ahead_B[:, None] > 0, arguments[-1], draws=same)
+    most_B1 = (ahead_B[:, None] == 0) * 9
+    return rule.at_most(verdict, most_B1, arguments[-1], draws=same)
 
 
 @pytest.mark.parametrize("decide", [bonus_before_a_block, block_behind_a_rejection, dropping])

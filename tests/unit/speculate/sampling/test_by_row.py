@@ -28,7 +28,7 @@ MIXED = [
     SamplingConfig(temperature=1.25, top_k=3),
     SamplingConfig(temperature=1.0, top_p=0.7, min_p=0.125),
     SamplingConfig(temperature=0.5, top_k=2, top_p=0.9),
-    SamplingConfig(temperature=1.5, frequency_penalty=0.5, presence_penalty=-0.25),
+    SamplingConfig(temperature=1.5, frequency_penalty=0.5, presence_penalty=-0.25, min_new_tokens=2, eos_ids=(2,)),
     SamplingConfig(temperature=0.75, repetition_penalty=1.5, logit_bias={0: 1.5, 3: -0.5}, min_p=0.25),
     SamplingConfig(temperature=0.0, repetition_penalty=2.0, logit_bias={2: 0.25}),
 ]

@@ -1,0 +1,118 @@
+"""The records of acceptance: its task, with settings and checks, and the trace of plans and runs. Imports no torch."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import cast
+
+from llama_ssp import catalogue
+from llama_ssp.errors import ConfigError, unknown_name
+from llama_ssp.fields import made, setting
+from llama_ssp.settings.drafters import DRAFTERS, draft_label, drafts, free_drafts, of_kind
+from llama_ssp.settings.schema import MODEL_DRAFT, DrafterConfig, RunConfig, TaskConfig
+from llama_ssp.settings.tasks import NoEffect, TaskSpec
+
+TRACE_FILE = "acceptance.npz"
+MOST_K = 64
+
+
+@dataclass(kw_only=True)
+class AcceptanceConfig(TaskConfig):
+    """One reading of finished texts by the target and by drafts, which says what every K and rule would accept."""
+
+    name: str = "acceptance"
+    drafts: list[str] = made(list, "drafts that read the texts, by their names in draft=; none takes the run's draft.")
+    texts: str | None = setting(
+        None,
+        "texts of the target that are read: the folder or run.jsonl of a run, or a JSONL of prompt and completion; "
+        "null samples them first.",
+    )
+    temperatures: list[float] = made(
+        list, "temperatures of the sampled texts, num_samples at each; none takes sampling.temperature."
+    )
+    longest: int = setting(8, "the largest K.")
+    default_prompts: list[str] = made(list, "prompts of a run without prompt= or prompts=.")
+
+
+def draft_named(name: str) -> DrafterConfig:
+    """The settings of a draft model of the catalogue, or of a kind without a model; ConfigError for another name."""
+    if name in free_drafts():
+        return of_kind(name)
+    if problem := unknown_draft(name):
+        raise ConfigError(problem)
+    settings: DrafterConfig = DRAFTERS.of(MODEL_DRAFT).settings(kind=MODEL_DRAFT, model=catalogue.load(name))
+    return settings
+
+
+def unknown_draft(name: str) -> str | None:
+    """An error sentence for a name that no draft of `drafts` has."""
+    names = [*free_drafts(), *catalogue.names("model")]
+    return None if name in names else unknown_name("name in task.drafts", name, names)
+
+
+def temperatures_of(config: RunConfig) -> list[float]:
+    """The temperatures of the texts; a sample's is that of its number modulo how many there are."""
+    return [*cast("AcceptanceConfig", config.task).temperatures] or [config.sampling.temperature]
+
+
+def drafts_of(config: RunConfig) -> dict[str, DrafterConfig]:
+    """The drafts that read the texts, by name: the run's own, then the others of the task."""
+    own = str(draft_label(config.draft))
+    names = cast("AcceptanceConfig", config.task).drafts
+    return {own: config.draft} | {name: draft_named(name) for name in names if name != own}
+
+
+def _fill_in(config: RunConfig, explicit: frozenset[str]) -> RunConfig:
+    """Give the run the first of the drafts, the first temperature, and samples for each temperature."""
+    task = cast("AcceptanceConfig", config.task)
+    if task.drafts and "draft" not in explicit and not unknown_draft(task.drafts[0]):
+        config = replace(config, draft=draft_named(task.drafts[0]))
+    if task.temperatures and not task.texts:
+        sampling = replace(config.sampling, temperature=task.temperatures[0])
+        config = replace(config, sampling=sampling, num_samples=config.num_samples * len(task.temperatures))
+    return config
+
+
+def _problems(config: RunConfig, explicit: frozenset[str]) -> Iterator[str | NoEffect]:
+    task = cast("AcceptanceConfig", config.task)
+    yield from filter(None, map(unknown_draft, task.drafts))
+    if not drafts(config.draft):
+        yield "task=acceptance needs a draft: give draft=NAME, or drafts=[NAME,...]"
+    if wrong := [one for one in task.temperatures if not 0 <= one < math.inf]:
+        yield f"task.temperatures={task.temperatures}: {wrong[0]} must be 0 or more"
+    if len({*task.temperatures}) < len(task.temperatures):
+        yield f"task.temperatures={task.temperatures} has one twice: leave it out"
+    if task.temperatures and "sampling.temperature" in explicit:
+        yield NoEffect("sampling.temperature", "with task.temperatures")
+    if config.prompts == "-":
+        yield "prompts=- has no effect on task=acceptance, which finds its prompts again when resumed: give a file"
+    unread = dict.fromkeys(["logprobs", "prompt_logprobs"], "on task=acceptance")
+    if task.texts:
+        if not Path(task.texts).exists():
+            yield f"task.texts={task.texts} does not exist: give the folder of a run, or a JSONL with its texts"
+        of_texts = [
+            "prompt",
+            "prompts",
+            "num_samples",
+            "max_new_tokens",
+            "ignore_eos",
+            "stop_strings",
+            "task.temperatures",
+        ]
+        unread |= dict.fromkeys(of_texts, f"with task.texts={task.texts}, whose texts are read")
+    yield from (NoEffect(key, reason) for key, reason in unread.items() if key in explicit)
+    if config.speculation.tree or config.speculation.overlap:
+        yield "task=acceptance reads chains: leave speculation.tree and speculation.overlap out"
+
+
+ACCEPTANCE = TaskSpec(
+    config=AcceptanceConfig,
+    run="llama_ssp.rooms.acceptance.task:acceptance",
+    ranges=(("longest", lambda k: 1 <= k <= MOST_K, f"1 to {MOST_K}"),),
+    results="llama_ssp.rooms.acceptance.rows:AcceptanceRow",
+    paths=("texts",),
+    reads_prompts=lambda config: not cast("AcceptanceConfig", config.task).texts,
+    fill_in=_fill_in,
+    problems=_problems,
+)

@@ -1,0 +1,210 @@
+"""The trace of finished texts: what it holds of every place, its file, and what rounds of any K and rule would do.
+
+Needs numpy alone, so that plans read it without torch. `page.md` says what each array means.
+
+Shapes: N tokens of all texts, J tokens ahead of a beginning, B texts of one law, T places by tokens left, K drafted
+tokens, D = K + 1.
+"""
+
+import io
+import json
+import zipfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llama_ssp.errors import ConfigError, one_message
+from llama_ssp.rooms.acceptance import arithmetic
+from llama_ssp.rooms.acceptance.arithmetic import Array, ExpectedRounds
+from llama_ssp.rooms.acceptance.records import TRACE_FILE
+from llama_ssp.settings.rules import AT_ZERO
+
+VERSION = 1
+SPECULATIVE, BLOCK, COUPLED = "speculative", "block", "coupled"
+RULES = (SPECULATIVE, BLOCK, COUPLED)
+OF_TEXTS = ("text_index", "text_sample", "text_law", "text_length", "text_category")
+OF_TOKENS = ("token_id", "log_p", "expected_log_p", "variance_log_p")
+LOG_Q, LOG_RACE = "log_q", "log_race"
+_NUM_BOOTSTRAPS = 1000
+_NEAR_TIE = 0.5
+"""Of greedy text, how far below the best logit a token may stand that another rounding has chosen."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replay:
+    """The rounds that texts of one law have with a draft, a rule and a K.
+
+    Attributes:
+        reach_BTD: G of `arithmetic`, up to the longest K.
+        lengths_B: new tokens of the texts.
+        prompts_B: the number of each text's prompt.
+    """
+
+    reach_BTD: Array
+    lengths_B: Any
+    prompts_B: Any
+
+    def rounds(self, num_draft_tokens: int) -> ExpectedRounds:
+        """The rounds of all texts."""
+        return arithmetic.rounds_of(self.reach_BTD, self.lengths_B, num_draft_tokens)
+
+    def tokens_per_round(self, num_draft_tokens: int, *, of_texts: Any = None) -> tuple[float, float, float]:  # noqa: ANN401 - a mask of texts
+        """All new tokens but the prefill's over all expected rounds, with a 95 % interval over prompts."""
+        chosen_B = np.ones(len(self.lengths_B), dtype=bool) if of_texts is None else of_texts
+        tokens_B, rounds_B = (self.lengths_B - 1)[chosen_B], self.rounds(num_draft_tokens).mean_B[chosen_B]
+        _, prompts_B = np.unique(self.prompts_B[chosen_B], return_inverse=True)
+        tokens_P, rounds_P = (np.bincount(prompts_B, weights=values) for values in (tokens_B, rounds_B))
+        weights = np.random.default_rng(0).multinomial(
+            len(tokens_P), np.full(len(tokens_P), 1 / len(tokens_P)), _NUM_BOOTSTRAPS
+        )
+        low, high = np.quantile((weights @ tokens_P) / (weights @ rounds_P), (0.025, 0.975))
+        return float(tokens_P.sum() / rounds_P.sum()), float(low), float(high)
+
+    def by_position(self, num_draft_tokens: int) -> list[float]:
+        """Shares of rounds that accept the token at each position."""
+        return arithmetic.by_position(self.reach_BTD, self.rounds(num_draft_tokens), num_draft_tokens).tolist()  # type: ignore[no-any-return]
+
+
+class Trace:
+    """A trace in memory.
+
+    Attributes:
+        about: what it is of: `target`, `drafts`, `laws` and `longest`, as `page.md` says.
+        arrays: by name.
+    """
+
+    def __init__(self, about: Mapping[str, Any], arrays: Mapping[str, Any]) -> None:
+        self.about, self.arrays = about, arrays
+
+    def to_bytes(self) -> bytes:
+        """The file's content."""
+        stream = io.BytesIO()
+        np.savez(stream, about=np.array(json.dumps(self.about, sort_keys=True)), **self.arrays)
+        return stream.getvalue()
+
+    @classmethod
+    def read(cls, file: Path, *, asked: str) -> "Trace":
+        """Read a file, or that of a folder; raises ConfigError, which begins with what `asked` for it."""
+        file = file / TRACE_FILE if file.is_dir() else file
+        if not file.is_file():
+            raise ConfigError(f"{asked} has no {TRACE_FILE}: give the folder of a finished run of task=acceptance")
+        try:
+            with np.load(file, allow_pickle=False) as content:
+                arrays = {name: content[name] for name in content.files}
+            about = json.loads(str(arrays.pop("about")))
+            version = about["version"]
+        except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as error:
+            raise ConfigError(f"{asked}: {file} is no trace of task=acceptance ({error})") from error
+        if version != VERSION:
+            raise ConfigError(
+                f"{asked}: {file} has version {version}, and this llama-ssp reads {VERSION}: read the texts anew"
+            )
+        return cls(about, arrays)
+
+    @classmethod
+    def joined(cls, parts: Sequence["Trace"]) -> "Trace":
+        """The texts of several parts, in the order of their prompts and samples."""
+        arrays = {name: np.concatenate([part.arrays[name] for part in parts]) for name in parts[0].arrays}
+        of_texts = [name for name in arrays if name in OF_TEXTS]
+        order = np.lexsort([arrays["text_sample"], arrays["text_index"]])
+        ends = np.cumsum(arrays["text_length"])
+        tokens = np.concatenate([np.arange(ends[text] - arrays["text_length"][text], ends[text]) for text in order])
+        return cls(
+            parts[0].about, {name: values[order if name in of_texts else tokens] for name, values in arrays.items()}
+        )
+
+    @property
+    def drafts(self) -> dict[str, dict[str, Any]]:
+        """What is known of each draft, by name."""
+        found: dict[str, dict[str, Any]] = self.about["drafts"]
+        return found
+
+    @property
+    def temperatures(self) -> list[float]:
+        """Of each law."""
+        return [float(law["temperature"]) for law in self.about["laws"]]
+
+    @cached_property
+    def _firsts(self) -> Any:  # noqa: ANN401 - of tokens of each text
+        return np.cumsum(self.arrays["text_length"]) - self.arrays["text_length"]
+
+    def texts(self, law: int) -> Any:  # noqa: ANN401 - numbers of texts
+        """The texts of a law that have a round: of two tokens or more."""
+        return np.flatnonzero((self.arrays["text_law"] == law) & (self.arrays["text_length"] > 1))
+
+    def padded(self, name: str, texts: Any, *, filling: float = 0.0) -> Any:  # noqa: ANN401 - (B, N) or (B, N, J)
+        """An array of tokens by text."""
+        values, lengths = self.arrays[name], self.arrays["text_length"][texts]
+        found = np.full((len(texts), int(lengths.max()), *values.shape[1:]), filling, dtype=np.float64)
+        for row, (text, length) in enumerate(zip(texts, lengths, strict=True)):
+            found[row, :length] = values[self._firsts[text] : self._firsts[text] + length]
+        return found
+
+    def rules(self, draft: str, law: int) -> tuple[str, ...]:
+        """The rules by which the draft's rounds differ; of certain proposals none do."""
+        if self.temperatures[law] == 0:
+            return (AT_ZERO,)
+        return (SPECULATIVE,) if self.drafts[draft]["is_certain"] else RULES
+
+    @lru_cache(maxsize=64)  # noqa: B019 - a trace lives as long as the program
+    def replay(self, draft: str, law: int, rule: str, longest: int) -> Replay:
+        """The rounds of the law's texts with a draft and a rule, up to K = `longest`."""
+        texts = self.texts(law)
+        lengths = self.arrays["text_length"][texts].astype(np.int64)
+        is_ratio, width = rule in {SPECULATIVE, BLOCK} and len(self.rules(draft, law)) > 1, self.drafts[draft]["width"]
+        steps = self.padded(f"{draft}/{LOG_Q if is_ratio else LOG_RACE}", texts, filling=-np.inf)
+        if is_ratio:
+            steps -= _ahead(self.padded("log_p", texts), width)
+        if width == 1:
+            placed = arithmetic.by_left(steps[..., 0], lengths, longest)
+        else:
+            placed = arithmetic.by_left_from(steps, lengths, min(longest, width))
+        reach = arithmetic.reach_of(placed, as_block=rule == BLOCK)
+        return Replay(reach_BTD=reach, lengths_B=lengths, prompts_B=self.arrays["text_index"][texts])
+
+    def most_drafted(self, draft: str) -> int | None:
+        """The largest K that it knows; None if every K follows, as of drafts whose laws depend on the text alone."""
+        width = int(self.drafts[draft]["width"])
+        return None if width == 1 else width
+
+    def law_of(self, sampling: Mapping[str, Any], *, asked: str) -> int:
+        """The number of the law with these settings; ConfigError if the trace has texts of others alone."""
+        for number, law in enumerate(self.about["laws"]):
+            if law == sampling:
+                return number
+        wanted = sampling["temperature"]
+        others = [f"temperature {law['temperature']:g}" for law in self.about["laws"]]
+        odd = [
+            f"{name}={value}" for name, value in sampling.items()
+            if name != "temperature" and all(law.get(name) != value for law in self.about["laws"])
+        ]  # fmt: skip
+        than = one_message(odd) if odd else f"temperature {wanted:g}"
+        raise ConfigError(
+            f"{asked} has texts of {', '.join(others)}, and texts of one law say nothing of {than}: read texts of that "
+            "law with task=acceptance"
+        )
+
+    def unlikely(self, law: int) -> tuple[float, float]:
+        """The share of the tokens of a law that the target never writes, and by how much the others are less probable.
+
+        In standard deviations of the sum of log-probabilities of its own texts; below 0 if they are more probable. Of
+        greedy text every token but the most probable one is never written.
+        """
+        texts = self.texts(law)
+        own, expected, variance = (
+            np.concatenate([self.padded(name, texts[place : place + 1])[0] for place in range(len(texts))])
+            for name in OF_TOKENS[1:]
+        )
+        is_possible = own > (-_NEAR_TIE if self.temperatures[law] == 0 else -np.inf)
+        apart = (expected - own)[is_possible].sum() / max(float(variance[is_possible].sum()) ** 0.5, 1e-9)
+        return 1 - float(is_possible.mean()), 0.0 if self.temperatures[law] == 0 else float(apart)
+
+
+def _ahead(values_BN: Array, width: int) -> Array:
+    """The numbers (B, N, J) of the tokens that stand 0, 1, ... after each token."""
+    padded = np.pad(values_BN, ((0, 0), (0, width)))
+    return np.stack([padded[:, ahead : ahead + values_BN.shape[1]] for ahead in range(width)], axis=-1)

@@ -1,0 +1,33 @@
+"""What the settings of `task=acceptance` must be."""
+
+import pytest
+
+from llama_ssp.rooms.acceptance.records import drafts_of
+from tests.helpers.composed import check_refused, compose_run
+
+BAD = {
+    "task=acceptance task.longest=0": "task.longest=0 must be 1 to 64",
+    "task=acceptance task.drafts=[tiny-drafts]": "unknown name in task.drafts 'tiny-drafts'",
+    "task=acceptance draft=none": "task=acceptance needs a draft: give draft=NAME, or drafts=[NAME,...]",
+    "task=acceptance task.temperatures=[0.5,-1]": "-1.0 must be 0 or more",
+    "task=acceptance task.temperatures=[0.5,0.5]": "has one twice",
+    "task=acceptance task.temperatures=[0.5] sampling.temperature=1": "sampling.temperature has no effect with",
+    "task=acceptance speculation.tree=2x2": "reads chains",
+    "task=acceptance speculation.forced_lengths=[1]": "texts of task=acceptance must be the target's",
+    "task=acceptance logprobs=1": "logprobs has no effect on task=acceptance",
+    "task=acceptance task.texts=. max_new_tokens=9": "max_new_tokens has no effect with task.texts=., whose texts",
+}
+
+
+@pytest.mark.parametrize(("words", "sentence"), BAD.items())
+def test_a_bad_setting_gets_its_sentence(words: str, sentence: str) -> None:
+    check_refused(words, sentence)
+
+
+def test_the_first_of_the_drafts_is_that_of_the_run_unless_one_is_given() -> None:
+    config, _ = compose_run("task=acceptance", "task.drafts=[ngram,tiny-draft]")
+    assert [*drafts_of(config)] == ["ngram", "tiny-draft"]
+    config, _ = compose_run("task=acceptance", "draft=tiny-eagle", "task.drafts=[tiny-draft,tiny-eagle]")
+    assert [*drafts_of(config)] == ["tiny-eagle", "tiny-draft"]
+    config, _ = compose_run("task=acceptance", "task.temperatures=[0.5,1.0]", "num_samples=3")
+    assert config.num_samples == 6

@@ -1,0 +1,184 @@
+"""`task=acceptance`: what it forecasts is what rounds then do, whatever reads the texts; other texts are refused."""
+
+import json
+import os
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from llama_ssp.rooms.acceptance import reading, task
+from llama_ssp.rooms.acceptance.trace import Trace
+from tests.helpers.in_process import Ended, launch
+from tests.helpers.lanes import heavy
+
+READ = ("task=acceptance", "quiet=true", "device=cpu", "batch_size=8")
+SAMPLED = ("max_new_tokens=24", "num_samples=4")
+
+
+def read(tmp_path: Path, *words: str, name: str = "run") -> tuple[Ended, Trace]:
+    sampled = () if any(word.startswith("task.texts=") for word in words) else SAMPLED
+    ended = launch(*READ, *sampled, *words, f"run_dir={tmp_path}/{name}").well()
+    return ended, Trace.read(tmp_path / name, asked="trace")
+
+
+def rounds_and_forecast(ended: Ended, trace: Trace, draft: str, rule: str, number: int) -> tuple[int, float, float]:
+    """Rounds of a run's own texts, and by the trace their mean and standard deviation."""
+    measured = {(line["index"], line["sample"]): line["num_rounds"] for line in ended.lines}
+    texts = trace.texts(0)
+    keys = zip(trace.arrays["text_index"][texts], trace.arrays["text_sample"][texts], strict=True)
+    found = trace.replay(draft, 0, rule, 8).rounds(number)
+    total = sum(measured[int(index), int(sample)] for index, sample in keys)
+    return total, float(found.mean_B.sum()), float(found.variance_B.sum() ** 0.5)
+
+
+CELLS = [
+    ("tiny-draft", "speculative", 4, 0.8), heavy("tiny-draft", "block", 4, 1.0), heavy("tiny-draft", "coupled", 2, 0.5),
+    heavy("tiny-draft", "speculative", 1, 1.0), heavy("tiny-draft", "block", 8, 0.5),
+    heavy("tiny-eagle", "speculative", 2, 1.0), heavy("tiny-eagle", "block", 4, 0.8),
+    heavy("tiny-eagle", "coupled", 8, 0.8),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("draft", "rule", "number", "temperature"), CELLS)
+def test_the_rounds_of_texts_are_those_that_their_trace_expects(
+    tmp_path: Path, draft: str, rule: str, number: int, temperature: float
+) -> None:
+    """A false alarm at 4 standard deviations is 1 in 16,000."""
+    words = (f"draft={draft}", f"verification={rule}", f"speculation.num_draft_tokens={number}", "num_samples=16")
+    ended, trace = read(tmp_path, *words, f"sampling.temperature={temperature}", "max_new_tokens=48")
+    measured, mean, deviation = rounds_and_forecast(ended, trace, draft, rule, number)
+    assert abs(measured - mean) < 4 * deviation
+    if rule != "coupled":  # target and draft are swapped
+        ratios = trace.arrays[f"{draft}/log_q"] - reading_ahead(trace, draft)
+        swapped = {f"{draft}/log_q": np.where(np.isfinite(ratios), reading_ahead(trace, draft) - ratios, -np.inf)}
+        measured, mean, deviation = rounds_and_forecast(
+            ended, Trace(trace.about, {**trace.arrays, **swapped}), draft, rule, number
+        )
+        assert abs(measured - mean) > 4 * deviation
+
+
+def reading_ahead(trace: Trace, draft: str) -> Any:  # noqa: ANN401 - an array
+    """The target's numbers of the tokens that each entry of a draft is of."""
+    width = trace.drafts[draft]["width"]
+    log_p = np.append(trace.arrays["log_p"], np.zeros(width))
+    return np.stack([log_p[ahead : len(log_p) - width + ahead] for ahead in range(width)], axis=-1)
+
+
+@pytest.mark.parametrize(
+    ("words", "draft", "rule"),
+    [
+        (("draft=ngram", "draft.history=0"), "ngram", "speculative"),
+        (("sampling=greedy", "num_samples=1"), "tiny-draft", "greedy"),
+        heavy(("draft=tiny-eagle", "sampling=greedy", "num_samples=1"), "tiny-eagle", "greedy"),
+        heavy(("draft.greedy=true",), "tiny-draft", "speculative"),
+    ],
+    ids=["copies", "greedy", "a head", "a greedy draft"],
+)
+def test_of_certain_drafts_every_round_is_known(tmp_path: Path, words: Sequence[str], draft: str, rule: str) -> None:
+    ended, trace = read(tmp_path, *words)
+    measured, mean, deviation = rounds_and_forecast(ended, trace, draft, rule, 4)
+    assert measured == pytest.approx(mean, abs=1e-9)
+    assert deviation == pytest.approx(0, abs=1e-6)
+
+
+def test_a_run_names_what_it_found_by_draft_rule_temperature_and_length(tmp_path: Path) -> None:
+    words = ("task.drafts=[tiny-draft,ngram]", "task.temperatures=[0.8,0.0]", "task.longest=3", "num_samples=1")
+    ended, trace = read(tmp_path, *words)
+    rows = ended.summary["cells"]
+    rules = {0.8: {"tiny-draft": ["speculative", "block", "coupled"], "ngram": ["speculative"]}}
+    rules[0.0] = {"tiny-draft": ["greedy"], "ngram": ["greedy"]}
+    wanted = {
+        (draft, rule, temperature, number)
+        for temperature, by_draft in rules.items()
+        for draft, names in by_draft.items()
+        for rule in names
+        for number in (1, 2, 3)
+    }
+    assert {(row["draft"], row["rule"], row["temperature"], row["num_draft_tokens"]) for row in rows} == wanted
+    for row in rows:
+        assert 1 <= row["low"] <= row["tokens_per_round"] <= row["high"] <= row["num_draft_tokens"] + 1
+        assert row["by_position"] == sorted(row["by_position"], reverse=True)
+        assert (row["num_prompts"], 0 < row["share_of_best"] <= 1) == (4, True)
+    assert trace.about["target"]["name"] == "tiny"
+    assert "tokens/round" in ended.out or ended.out == ""
+    assert {one["sample"] for one in ended.lines} == {0, 1}, "one set of texts for each temperature"
+
+
+def test_finished_texts_of_any_run_are_read(tmp_path: Path) -> None:
+    """Their figures are those of the run that sampled them."""
+    ended, own = read(tmp_path)
+    _, again = read(tmp_path, f"task.texts={ended.run_dir}", name="again")
+    lines = [json.dumps({"prompt": line["prompt"], "completion": line["token_ids"]}) for line in ended.lines]
+    (tmp_path / "texts.jsonl").write_text("\n".join(lines))
+    _, foreign = read(tmp_path, f"task.texts={tmp_path}/texts.jsonl", name="foreign")
+    order = np.lexsort([again.arrays["text_sample"], again.arrays["text_index"]])
+    assert (order == np.arange(len(order))).all()
+    for name in ("token_id", "log_p", "tiny-draft/log_q", "tiny-draft/log_race"):
+        assert again.arrays[name] == pytest.approx(own.arrays[name], abs=1e-4)
+        assert np.sort(foreign.arrays[name], axis=0) == pytest.approx(np.sort(own.arrays[name], axis=0), abs=1e-4)
+
+
+def test_a_draft_that_proposes_along_the_text_has_the_law_of_one_that_reads_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As drafts do whose ranks have no target, or that have tokens of their own."""
+    ended, whole = read(tmp_path)
+    monkeypatch.setattr(reading, "SAME", object())
+    _, steps = read(tmp_path, f"task.texts={ended.run_dir}", name="steps")
+    for name in ("log_q", "log_race"):
+        first = whole.arrays["text_length"].cumsum() - whole.arrays["text_length"]
+        found = (np.delete(trace.arrays[f"tiny-draft/{name}"], first, axis=0) for trace in (steps, whole))
+        assert next(found) == pytest.approx(next(found), abs=1e-4)
+
+
+def test_an_interrupted_reading_is_resumed_to_the_same_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended, _ = read(tmp_path, name="whole")
+    write = task._write
+
+    def stopping(file: Path, content: bytes) -> None:
+        write(file, content)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    words = [*READ, f"task.texts={ended.run_dir}"]
+    with monkeypatch.context() as patch:
+        patch.setattr(task, "_write", stopping)
+        assert launch(*words, f"run_dir={tmp_path}/cut").code == 4
+    parts = [*(tmp_path / "cut" / task.PARTS).iterdir()]
+    assert len(parts) == 1
+    launch(*words, f"run_dir={tmp_path}/cut").well()
+    launch(*words, f"run_dir={tmp_path}/straight").well()
+    files = [(tmp_path / name / "acceptance.npz").read_bytes() for name in ("cut", "straight")]
+    assert files[0] == files[1]
+
+
+def write_lines(tmp_path: Path, *records: dict[str, Any]) -> str:
+    (tmp_path / "texts.jsonl").write_text("\n".join(map(json.dumps, records)))
+    return f"task.texts={tmp_path}/texts.jsonl"
+
+
+def test_texts_that_the_target_cannot_have_made_are_refused(tmp_path: Path) -> None:
+    def refused(name: str, *words: str) -> str:
+        ended = launch(*READ, *words, f"run_dir={tmp_path}/{name}")
+        assert (ended.code, ended.err.count("\n")) == (2, 1), ended.err
+        return ended.err
+
+    ended, _ = read(tmp_path, "sampling.temperature=1.0", "max_new_tokens=48")
+    own = f"task.texts={ended.run_dir}"
+    assert "was drawn with sampling.temperature=1.0, and texts of one law" in refused(
+        "a", own, "sampling.temperature=0.5"
+    )
+    lines = [{"prompt": line["prompt"], "completion": line["token_ids"]} for line in ended.lines]
+    given = write_lines(tmp_path, *lines)
+    assert "less probable than its own by" in refused("b", given, "sampling.temperature=0.5")
+    assert "more probable than its own by" in refused("c", given, "sampling.temperature=2.5")
+    assert "it never writes" in refused("d", given, "sampling=greedy")
+    given = write_lines(tmp_path, {"prompt": "x", "completion": [5, 10**6]})
+    assert "these are texts of another tokenizer" in refused("e", given)
+    assert 'line 1 needs "prompt" and "completion"' in refused("f", write_lines(tmp_path, {"prompt": "x"}))
+    assert "completion of line 1 must be" in refused("g", write_lines(tmp_path, {"prompt": "x", "completion": 3}))
+    assert "has no finished text" in refused("h", write_lines(tmp_path, {"prompt": "x", "completion": [5]}))
+    assert "does not exist" in refused("i", "task.texts=nowhere")
