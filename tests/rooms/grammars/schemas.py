@@ -3,6 +3,7 @@
 The features are those that public suites count; values are bounded, so that a small model ends its documents.
 """
 
+from itertools import pairwise
 from typing import Any
 
 _SHORT = {"type": "string", "maxLength": 3}
@@ -14,7 +15,7 @@ _ENUMS: list[Any] = [
 ]  # fmt: skip
 _NUMBERS: list[dict[str, Any]] = [
     {"type": "integer", "minimum": low, "maximum": high}
-    for low, high in ((0, 9), (10, 99), (-9, 9), (-99, -10), (0, 1), (5, 5), (7, 123), (-1, 1000), (100, 200), (99, 101))
+    for low, high in ((0, 9), (10, 99), (-9, 9), (-99, -10), (0, 1), (5, 5), (7, 123), (-1, 1000), (100, 200))
 ] + [
     {"type": "integer", "exclusiveMinimum": low, "exclusiveMaximum": high}
     for low, high in ((0, 9), (-5, 5), (10, 12), (0, 2), (-100, 100))
@@ -22,7 +23,9 @@ _NUMBERS: list[dict[str, Any]] = [
     {"type": "integer", "minimum": 0, "maximum": 100, "multipleOf": number} for number in (2, 3, 5, 10, 25)
 ] + [
     {"type": "number", "minimum": low, "maximum": high} for low, high in ((0, 1), (-1.5, 1.5), (0.25, 0.75), (10, 20.5))
-] + [{"type": "boolean"}, {"type": "null"}, {"const": 3}, {"const": "three"}, {"const": {"a": [1]}}, {"const": None}]  # fmt: skip
+] + [
+    {"type": "boolean"}, {"type": "null"}, {"const": 3}, {"const": "three"}, {"const": {"a": [1]}}, {"const": None},
+]  # fmt: skip
 _STRINGS: list[dict[str, Any]] = [
     {"type": "string", "maxLength": number} for number in (0, 1, 2, 5)
 ] + [
@@ -30,7 +33,8 @@ _STRINGS: list[dict[str, Any]] = [
 ] + [
     {"type": "string", "pattern": pattern}
     for pattern in (
-        "^[a-z]{3}$", "^[0-9]{5}$", "^(yes|no)$", "^a?b?c$", "^[A-Z][a-z]{0,4}$", "^x{2,4}$", "^[^a]{2}$", "^\\d{2}:\\d{2}$",
+        "^[a-z]{3}$", "^[0-9]{5}$", "^(yes|no)$", "^a?b?c$", "^[A-Z][a-z]{0,4}$", "^x{2,4}$", "^[^a]{2}$",
+        "^\\d{2}:\\d{2}$",
         "^[a-f0-9]{4}$", "^(ab|cd){1,3}$", "^-?[0-9]{1,3}$", "^\\w{1,4}$", "^[.]{3}$", "^a|b$", "^\\{[a-z]\\}$",
     )
 ] + [
@@ -50,7 +54,7 @@ _ARRAYS: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
-def _object(*, more: Any = False, required: tuple[str, ...] = ("a",), **properties: Any) -> dict[str, Any]:
+def _object(*, more: object = False, required: tuple[str, ...] = ("a",), **properties: Any) -> dict[str, Any]:
     return {"type": "object", "properties": properties, "required": [*required], "additionalProperties": more}
 
 
@@ -69,7 +73,7 @@ _OBJECTS: list[dict[str, Any]] = [
             required=("name", "age", "is_student")),
 ]  # fmt: skip
 _UNIONS: list[dict[str, Any]] = [
-    *({"anyOf": [one, other]} for one, other in zip(_VALUES, _VALUES[1:], strict=False)),
+    *({"anyOf": [one, other]} for one, other in pairwise(_VALUES)),
     *({"oneOf": [{"const": number}, _object(a={"const": number})]} for number in range(5)),
     *({"type": [one, "null"], "maximum": 9, "minimum": 0, "maxLength": 3} for one in ("integer", "string", "boolean")),
     *(_object(a={"anyOf": [value, {"type": "null"}]}) for value in (_DIGIT, _SHORT)),
@@ -98,8 +102,8 @@ _ADDITIONAL: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 _RECORDS: list[dict[str, Any]] = [
-    _object(id={"type": "string", "pattern": "^[A-Z]{2}-[0-9]{3}$"}, total={"type": "number", "minimum": 0, "maximum": 9},
-            required=("id", "total")),
+    _object(id={"type": "string", "pattern": "^[A-Z]{2}-[0-9]{3}$"}, all={"type": "number", "minimum": 0, "maximum": 9},
+            required=("id", "all")),
     _object(street=_SHORT, zip={"type": "string", "pattern": "^[0-9]{5}$"}, required=("street", "zip")),
     _object(x={"type": "integer", "minimum": -5, "maximum": 5}, y={"type": "integer", "minimum": -5, "maximum": 5},
             required=("x", "y")),
