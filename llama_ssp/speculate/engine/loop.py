@@ -303,10 +303,13 @@ class Decoding:
 
     def _choose(self) -> DraftChoice:
         """Choose what the next round drafts; a drafter that has not read all prompts reads them now if it drafts."""
-        if self.round.steps:
+        if steps := self.round.steps:
             self._use_steps([owner.request for owner in self.rows.decoding])
         choice = self.decoder.length.choose(self._unread.num_tokens)
-        if all(owner.request.num_draft_tokens == 0 or self._outgrew(owner, choice) for owner in self.rows.decoding):
+        has_limits = self.round.limit or (steps and steps.limits)
+        if has_limits and all(
+            owner.request.num_draft_tokens == 0 or self._outgrew(owner, choice) for owner in self.rows.decoding
+        ):
             return DraftChoice(0)  # no row will be drafted for again, so that nothing is skipped
         if choice.num_tokens:
             if self._state and (unread := self._unread.take_prompts(choice.source)):
