@@ -1,7 +1,7 @@
 """Settings that rooms add to the groups of the core, such as `timeouts`."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
 from functools import cache
 from itertools import chain
 from operator import attrgetter
@@ -26,6 +26,8 @@ class MoreSettings:
         example: a command line of `llama-ssp plan --help`.
         ranges: what their numbers must be, by whole keys.
         changeable: settings that may change when a run is resumed: no completion depends on them.
+        readers: of arguments of the library, for values that are no numbers and texts: a function that returns None for
+            a value of another type, and words for what is wanted.
     """
 
     name: str
@@ -37,6 +39,7 @@ class MoreSettings:
     example: str = ""
     ranges: tuple[Range, ...] = ()
     changeable: tuple[str, ...] = ()
+    readers: Mapping[str, tuple[Callable[[Any], object], str]] = field(default_factory=dict)
 
 
 MORE: Registry[MoreSettings] = Registry(setting="group", kind=MoreSettings)
