@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from llama_ssp.reports.records import Line, ResultFigures, ResultTable
-from llama_ssp.rooms.acceptance.trace import Trace
+from llama_ssp.rooms.acceptance.arithmetic import least_cost
+from llama_ssp.rooms.acceptance.trace import Replay, Trace
 from llama_ssp.words import share
 
 RowKey = tuple[str, str, float, int]
@@ -23,6 +24,8 @@ class AcceptanceRow(Line):
         by_category: tokens per round of the prompts of each category.
         share_of_best: tokens per second over those of the fastest row of the temperature, by the costs of the plan; of
             tokens per round without a plan.
+        headroom: by how much whoever knows what will be accepted, and chooses K for each round, would be faster than
+            the fastest K or plain decoding; 0 without a plan.
         num_prompts, num_new_tokens: of the texts that were read.
     """
 
@@ -41,6 +44,7 @@ class AcceptanceRow(Line):
     num_prompts: int
     num_new_tokens: int
     by_category: dict[str, float] = field(default_factory=dict)
+    headroom: float = 0.0
 
     @property
     def key(self) -> RowKey:
@@ -63,7 +67,7 @@ class AcceptanceRow(Line):
         groups: dict[tuple[str, str, float], list[AcceptanceRow]] = {}
         for row in results:
             groups.setdefault(row.key[:3], []).append(row)
-        headings = ("draft", "rule", "T", "tokens/round, K = 1, 2, ...", "best K", "its 95 %", "of best")
+        headings = ("draft", "rule", "T", "tokens/round, K = 1, 2, ...", "best K", "its 95 %", "of best", "left")
         found = []
         for (draft, rule, temperature), rows in groups.items():
             best = max(rows, key=lambda row: row.share_of_best)
@@ -71,6 +75,7 @@ class AcceptanceRow(Line):
             interval = f"{best.low:.2f}..{best.high:.2f}"
             of_best = share(best.share_of_best)
             found.append([draft, rule, f"{temperature:g}", by_k, str(best.num_draft_tokens), interval, of_best])
+            found[-1].append(share(best.headroom))
         return ResultTable((_title(results), _MEANING), headings, found)
 
     @classmethod
@@ -88,13 +93,23 @@ class AcceptanceRow(Line):
 
 
 _MEANING = (
-    "95 % intervals over prompts; shares are of the tokens per second of the fastest at a temperature, by the plan"
+    "95 % intervals over prompts; shares are of the tokens per second of the fastest at a temperature, by the plan; "
+    "left is what a K for each round could still gain for whoever knows what will be accepted"
 )
 
 
 def _title(results: Sequence[AcceptanceRow]) -> str:
     first = results[0]
     return f"Expected rounds of texts of {first.num_prompts} prompts, {first.num_new_tokens} tokens"
+
+
+def _headroom(replay: Replay, costs: Mapping[int, float]) -> float:
+    """What `AcceptanceRow.headroom` says, by the seconds of a plain step and of rounds by K."""
+    longest = replay.reach_BTD.shape[2] - 1
+    fixed = [float(replay.rounds(number).mean_B.sum()) * costs[number] for number in range(longest + 1)]
+    known = {number: costs[number] for number in range(longest + 1)}
+    least = float(least_cost(replay.reach_BTD, replay.lengths_B, known).sum())
+    return max(min(fixed) / least - 1, 0.0)  # rounding
 
 
 def rows_of(trace: Trace, costs: Costs) -> Iterator[AcceptanceRow]:
@@ -112,6 +127,9 @@ def rows_of(trace: Trace, costs: Costs) -> Iterator[AcceptanceRow]:
             for number in range(1, replay.reach_BTD.shape[2])
         }
         speeds = {key: value[0] / costs.get(key[0], {}).get(key[2], 1.0) for key, (_, value) in measured.items()}
+        headrooms = {
+            key[:2]: _headroom(replay, costs[key[0]]) for key, (replay, _) in measured.items() if costs.get(key[0])
+        }
         for (draft, rule, number), (replay, (tokens, low, high)) in measured.items():
             yield AcceptanceRow(
                 draft=draft, rule=rule, temperature=temperature, num_draft_tokens=number,
@@ -122,6 +140,7 @@ def rows_of(trace: Trace, costs: Costs) -> Iterator[AcceptanceRow]:
                     str(name): replay.tokens_per_round(number, of_texts=categories == name)[0]
                     for name in sorted({*categories} - {""})
                 },
+                headroom=headrooms.get((draft, rule), 0.0),
                 num_prompts=len({*trace.arrays["text_index"][texts]}),
                 num_new_tokens=int(trace.arrays["text_length"][texts].sum()),
             )  # fmt: skip

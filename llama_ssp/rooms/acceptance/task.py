@@ -114,7 +114,7 @@ def _sampled(session: Session, requests: list[PromptRequest]) -> list[FinishedTe
             session.complete(own, mode, Viewer())
     lines = from_rank_0(
         session.world.comm,
-        lambda: [[line.index, line.sample, line.token_ids, line.num_rounds] for line in session.folder.lines]
+        lambda: [[line.index, line.sample, line.token_ids] for line in session.folder.lines]
         if session.folder else [],
     )  # fmt: skip
     whole = {(request.index, request.sample): request for request in session.with_answers(requests, mode)}
@@ -122,9 +122,8 @@ def _sampled(session: Session, requests: list[PromptRequest]) -> list[FinishedTe
         FinishedText(
             prompt_ids=whole[index, sample].prompt_ids, token_ids=tuple(ids), index=index, sample=sample,
             law=sample % len(configs), category=whole[index, sample].source.category or "",
-            num_rounds=number if session.models.drafts else None,
         )
-        for index, sample, ids, number in sorted(lines)
+        for index, sample, ids in sorted(lines)
         if len(ids) > 1
     ]  # fmt: skip
 

@@ -25,7 +25,6 @@ class FinishedText(Text):
 
     Attributes:
         law: the number of the law that it was drawn with.
-        num_rounds: of its speculative decoding; None without one.
         place: where it stands, in an error.
     """
 
@@ -33,7 +32,6 @@ class FinishedText(Text):
     sample: int = 0
     law: int = 0
     category: str = ""
-    num_rounds: int | None = None
     place: str = ""
 
 
@@ -98,7 +96,7 @@ def _of_run(
             yield FinishedText(
                 prompt_ids=ids, token_ids=tuple(line.token_ids), index=line.index,
                 sample=line.sample * len(numbers) + numbers[line.mode], category=line.category or "",
-                num_rounds=line.num_rounds or None, place=f"the {line.mode} text of prompt {line.index + 1}",
+                place=f"the {line.mode} text of prompt {line.index + 1}",
             )  # fmt: skip
 
 

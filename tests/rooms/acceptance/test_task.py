@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from llama_ssp.rooms.acceptance import reading, task
+from llama_ssp.rooms.acceptance.rows import rows_of
 from llama_ssp.rooms.acceptance.trace import Trace
 from tests.helpers.in_process import Ended, launch
 from tests.helpers.lanes import heavy
@@ -102,7 +103,11 @@ def test_a_run_names_what_it_found_by_draft_rule_temperature_and_length(tmp_path
     for row in rows:
         assert 1 <= row["low"] <= row["tokens_per_round"] <= row["high"] <= row["num_draft_tokens"] + 1
         assert row["by_position"] == sorted(row["by_position"], reverse=True)
-        assert (row["num_prompts"], 0 < row["share_of_best"] <= 1) == (4, True)
+        assert (row["num_prompts"], 0 < row["share_of_best"] <= 1, row["headroom"] >= 0) == (4, True, True)
+    costs = {"tiny-draft": {0: 1.0, 1: 1.2, 2: 1.4, 3: 1.6}}
+    left = {(row.draft, row.temperature): row.headroom for row in rows_of(trace, costs) if row.rule != "block"}
+    assert left["tiny-draft", 0.8] > 0.01
+    assert left["ngram", 0.8] == 0, "without costs"
     assert trace.about["target"]["name"] == "tiny"
     assert "tokens/round" in ended.out or ended.out == ""
     assert {one["sample"] for one in ended.lines} == {0, 1}, "one set of texts for each temperature"
