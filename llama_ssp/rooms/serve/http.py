@@ -22,7 +22,7 @@ from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -39,6 +39,11 @@ from llama_ssp.rooms.serve.service import Service, check_layout
 from llama_ssp.run.requests import PromptRequest
 from llama_ssp.run.session import Session
 
+_PAGE = ("index.html", "page.css", "page.js")
+_OWN_ALONE = {"content-security-policy": "default-src 'self'; frame-ancestors 'none'", "cache-control": "no-cache"}
+"""Headers of the page, which loads nothing from elsewhere."""
+_OPEN = {"/health", "/", *(f"/{name}" for name in _PAGE)}
+"""Paths that need no key."""
 _MOST_BYTES, _READ_S, _CLOSE_S, _MOST_OPEN = 8 << 20, 30.0, 5.0, 1024
 
 
@@ -82,6 +87,7 @@ class Front:
             Route("/v1/responses", self._respond, methods=["POST"]),
             Route("/tokenize", self._tokenize, methods=["POST"]),
             Route("/detokenize", self._detokenize, methods=["POST"]),
+            *(Route(f"/{'' if name == _PAGE[0] else name}", _file_of(name)) for name in _PAGE if self._task.page),
             Route("/health", self._health), Route("/metrics", self._count),
         ]  # fmt: skip
         app = Starlette(
@@ -238,13 +244,18 @@ async def _events(asked: Asked, pieces: AsyncIterator[tuple[Answer, str]]) -> As
     """Yield an answer as server-sent events."""
     try:
         async for answer, text in pieces:
-            if text or answer.last:
+            if text or answer.last or asked.shows_rounds:
                 yield _event(asked.message(asked.choice(answer, text), counts=asked.counts_each))
         if asked.counts_usage:
             yield _event(asked.message(counts=True))
         yield b"data: [DONE]\n\n"
     except RequestError as error:
         yield _event(error.body())
+
+
+def _file_of(name: str) -> Callable[[Request], Response]:
+    """An answer with a file of the page."""
+    return lambda _: FileResponse(Path(__file__).with_name("site") / name, headers=_OWN_ALONE)
 
 
 def _client_of(request: Request) -> str:
@@ -270,7 +281,7 @@ class _Json(JSONResponse):
 
 
 class _WithKey:
-    """Lets requests with the key pass, and requests for /health; all if there is no key."""
+    """Lets requests with the key pass, and requests for paths that are open; all if there is no key."""
 
     def __init__(self, app: ASGIApp, *, key: bytes | None) -> None:
         self._app, self._key = app, key
@@ -278,7 +289,7 @@ class _WithKey:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scheme, _, given = dict(scope.get("headers", ())).get(b"authorization", b"").partition(b" ")
         has_key = scheme.lower() == b"bearer" and self._key is not None and hmac.compare_digest(given, self._key)
-        if self._key is None or scope.get("path") == "/health" or has_key:
+        if self._key is None or scope.get("path") in _OPEN or has_key:
             await self._app(scope, receive, send)
         else:
             error = RequestError("the key is missing or wrong: send it as Authorization: Bearer KEY", status=401)

@@ -57,6 +57,7 @@ class Part(NamedTuple):
     """New tokens of a completion, and at its end a reason.
 
     Attributes:
+        num_drafted, rejected_ids: of their round; see `Update`.
         accepted_lengths, examined_lengths: at the end, drafted tokens of each round that became text and that the
             target examined.
         logprobs: at the end, if asked for, under the model; of the prompt's tokens too if asked for.
@@ -65,6 +66,8 @@ class Part(NamedTuple):
 
     new_ids: Sequence[int] = ()
     finish_reason: str | None = None
+    num_drafted: int = 0
+    rejected_ids: Sequence[int] = ()
     accepted_lengths: Sequence[int] = ()
     examined_lengths: Sequence[int] = ()
     logprobs: list[TokenLogprob] | None = None

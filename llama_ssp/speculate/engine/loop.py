@@ -558,7 +558,8 @@ class Decoding:
             row = self._free(owner, reason or "length", in_draft=num_new <= num_chosen_by_draft)
             if self.settings.reuses and not self.round.tree and self.decoder.reuses_any_length:
                 self.space.held.extend(row, owner.token_ids[:-1])  # the cache lacks the last one
-        return Update(owner, new_ids, num_drafted)
+        num_rejected = 0 if reason else max((num_examined or 0) - result.num_accepted, 0)
+        return Update(owner, new_ids, num_drafted, result.rejected_ids[:num_rejected])
 
     def _outgrew(self, owner: RowCompletion, choice: DraftChoice, *, num_ahead: int = 0) -> bool:
         """Whether a row's known tokens and its tokens in flight are more than a round drafts for."""

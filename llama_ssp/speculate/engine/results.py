@@ -12,11 +12,16 @@ from llama_ssp.speculate.engine.verifier import GOES_ON, NEWS, NOT_A_NUMBER, STO
 
 
 class Update(NamedTuple):
-    """New tokens of one completion; the first `num_drafted` were drafted, the target chose the rest."""
+    """New tokens of one completion; the first `num_drafted` were drafted, the target chose the rest.
+
+    Attributes:
+        rejected_ids: drafted tokens in whose place the target chose the last new one, and those after them.
+    """
 
     completion: RowCompletion
     new_ids: list[int]
     num_drafted: int
+    rejected_ids: list[int]
 
 
 class RowResult(NamedTuple):
@@ -25,6 +30,7 @@ class RowResult(NamedTuple):
     Attributes:
         num_drafted, num_accepted: of its drafted tokens.
         ids: the accepted ones and the next one.
+        rejected_ids: the drafted ones of a chain that are not accepted.
         goes_on: the next one was drafted too, and later drafted tokens are in flight.
         is_nan: its logits are not numbers.
     """
@@ -32,6 +38,7 @@ class RowResult(NamedTuple):
     num_drafted: int
     num_accepted: int
     ids: list[int]
+    rejected_ids: list[int]
     goes_on: bool
     is_nan: bool
 
@@ -79,6 +86,6 @@ class Launched(NamedTuple):
         found, announced = list[RowResult](), 0
         for *drafted, num_accepted, next_id, flags in self.result.tolist():
             announced |= flags
-            ids = [*drafted[:num_accepted], next_id]
-            found.append(RowResult(len(drafted), num_accepted, ids, bool(flags & GOES_ON), bool(flags & NOT_A_NUMBER)))
+            ids, goes_on, is_nan = [*drafted[:num_accepted], next_id], bool(flags & GOES_ON), bool(flags & NOT_A_NUMBER)
+            found.append(RowResult(len(drafted), num_accepted, ids, drafted[num_accepted:], goes_on, is_nan))
         return RoundResult(found, bool(announced & STOP_REQUESTED), bool(announced & NEWS))
