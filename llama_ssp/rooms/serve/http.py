@@ -42,7 +42,7 @@ from llama_ssp.run.session import Session
 _PAGE = ("index.html", "page.css", "page.js")
 _OWN_ALONE = {"content-security-policy": "default-src 'self'; frame-ancestors 'none'", "cache-control": "no-cache"}
 """Headers of the page, which loads nothing from elsewhere."""
-_OPEN = {"/health", "/", *(f"/{name}" for name in _PAGE)}
+_OPEN = {"/health", "/favicon.ico", "/", *(f"/{name}" for name in _PAGE)}
 """Paths that need no key."""
 _MOST_BYTES, _READ_S, _CLOSE_S, _MOST_OPEN = 8 << 20, 30.0, 5.0, 1024
 
@@ -88,6 +88,7 @@ class Front:
             Route("/tokenize", self._tokenize, methods=["POST"]),
             Route("/detokenize", self._detokenize, methods=["POST"]),
             *(Route(f"/{'' if name == _PAGE[0] else name}", _file_of(name)) for name in _PAGE if self._task.page),
+            Route("/favicon.ico", lambda _: Response(status_code=204)),
             Route("/health", self._health), Route("/metrics", self._count),
         ]  # fmt: skip
         app = Starlette(

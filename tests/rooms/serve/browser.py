@@ -1,10 +1,15 @@
-"""Chromium, driven through a pipe by its own protocol, without further packages."""
+"""Chromium, driven through a pipe by its own protocol, without further packages.
+
+python -m tests.rooms.serve.browser FILE.png     # the picture of README: the page of a server of the shipped pair
+"""
 
 import base64
 import json
 import os
 import shutil
 import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -95,3 +100,23 @@ def browser(folder: Path) -> Iterator[Page]:
         started.wait()
         os.close(to_fd)
         os.close(from_fd)
+
+
+def main(file: Path) -> None:
+    """Save a picture of the page of the shipped pair."""
+    from llama_ssp import load
+    from tests.rooms.serve.server import serving
+
+    asked = "prompt=def%20factorial(n):%0A&max_tokens=64&temperature=0.6&seed=5"
+    with (
+        serving(load("tiny", "tiny-draft")) as server, tempfile.TemporaryDirectory() as folder,
+        browser(Path(folder)) as page,
+    ):  # fmt: skip
+        page.open(f"http://127.0.0.1:{server.port}/?{asked}", width=1180, height=780)
+        page.wait_for("document.readyState === 'complete' && document.body.dataset.done")
+        page.evaluate("document.querySelectorAll('#speculative .token')[6].focus()")
+        page.save(file)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
