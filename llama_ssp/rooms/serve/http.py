@@ -256,7 +256,7 @@ async def _events(asked: Asked, pieces: AsyncIterator[tuple[Answer, str]]) -> As
 
 def _file_of(name: str) -> Callable[[Request], Response]:
     """An answer with a file of the page."""
-    return lambda _: FileResponse(Path(__file__).with_name("site") / name, headers=_OWN_ALONE)
+    return lambda _: FileResponse(Path(__file__).with_name("web") / name, headers=_OWN_ALONE)
 
 
 def _client_of(request: Request) -> str:

@@ -72,7 +72,7 @@ def test_the_page_needs_no_key_loads_nothing_from_elsewhere_and_is_short(server:
         assert "default-src 'self'" in answer.headers["content-security-policy"]
         assert "//" not in text.replace("// ", ""), "an address"
     connection.close()
-    files = [Path(http.__file__).with_name("site") / name for name in http._PAGE]
+    files = [Path(http.__file__).with_name("web") / name for name in http._PAGE]
     assert sum(file.read_text().count("\n") for file in files) <= MOST_LINES
 
 
