@@ -13,7 +13,7 @@ COPY . .
 # No GPU is seen while an image is built, so the index of wheels is an argument.
 ARG TORCH_INDEX_URL=https://download.pytorch.org/whl/cu130
 RUN PIP_NO_CACHE_DIR=1 TORCH_INDEX_URL=$TORCH_INDEX_URL ./machine-install.sh \
-    && .venv/bin/python -m pip install --no-cache-dir --editable '.[bitsandbytes,cpu,serve]' -c .venv/constraints.txt \
+    && .venv/bin/python -m pip install --no-cache-dir --editable '.[bitsandbytes,cpu,grammars,serve]' -c .venv/constraints.txt \
     && .venv/bin/python -m compileall -q llama_ssp launch
 
 # Any user may run it: run folders and caches are written to /data, which is the place for a volume.

@@ -71,7 +71,7 @@ def forwards_alone_s(decoder: Decoder, *, contexts: Sequence[int]) -> tuple[floa
 
     def scored(*tensors: Tensor) -> Tensor:
         scores = round_.score(BatchState(*tensors), num_drafted=num_draft_tokens, bucket=bucket)
-        return round_.verifier.process(*scores)
+        return round_.verifier.process(*scores)[0]
 
     score = Traced[Tensor](reads=reads)
 

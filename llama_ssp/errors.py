@@ -62,6 +62,7 @@ LOGITS_ARE_NAN = (
     "logits became NaN: the weights of the target or the draft hold NaN, or numbers grew too large for their format "
     "(fp16 ends at 65504; bf16 and fp32 have a larger range)"
 )
+NOTHING_ALLOWED = "no token is left that the constraint of the text allows, after bans and biases"
 
 
 class NumericError(SspError):

@@ -53,10 +53,6 @@ _NAMES = {
         "batch_size",
         "batch_size=8 decodes so many rows together; dry_run=true says whether they fit, and the most that would",
     ),
-    "guided_json guided_regex guided_grammar guided_choice response_format json_schema grammar": (
-        "",
-        "text in a given format is not here; stop_strings and sampling.bad_words are",
-    ),
     "wandb report_to mlflow tensorboard": (
         "",
         "trackers are not here: a run folder has run.jsonl and summary.json, and llama-ssp report writes runs.csv",

@@ -1,7 +1,7 @@
 """Settings that rooms add to the groups of the core, such as `timeouts`."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
 from functools import cache
 from itertools import chain
 from operator import attrgetter
@@ -25,6 +25,8 @@ class MoreSettings:
             and shows what it has found. The setting with the record's name asks for it.
         example: a command line of `llama-ssp plan --help`.
         ranges: what their numbers must be, by whole keys.
+        readers: of arguments of the library, for values that are no numbers and texts: a function that returns None for
+            a value of another type, and words for what is wanted.
     """
 
     name: str
@@ -35,6 +37,7 @@ class MoreSettings:
     choose: str = ""
     example: str = ""
     ranges: tuple[Range, ...] = ()
+    readers: Mapping[str, tuple[Callable[[Any], object], str]] = field(default_factory=dict)
 
 
 MORE: Registry[MoreSettings] = Registry(setting="group", kind=MoreSettings)

@@ -25,6 +25,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "evaluate": ("task=evaluate",),
     "four_bits": tuple(f"model.quantization={name}" for name in ("int4_weight_only", "mxfp4", "nvfp4")),
     "gpu": (),
+    "grammars": tuple(f"setting=sampling.{name}" for name in ("json_schema", "regex", "choice", "grammar")),
     "heads": (
         "draft=mtp",
         "model=tiny-eagle",

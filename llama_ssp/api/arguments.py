@@ -16,9 +16,18 @@ from llama_ssp.catalogue import LOCAL, Dtype, ModelConfig, is_hub_id, read_path
 from llama_ssp.draft_heads import head_in_target
 from llama_ssp.errors import ConfigError, refuse, similar_name, unknown_name
 from llama_ssp.foreign import counterparts
+from llama_ssp.groups import MORE, whole
 from llama_ssp.settings.checks import required_of
 from llama_ssp.settings.drafters import VOCABULARIES, DraftVocabulary, drafters, of_kind
-from llama_ssp.settings.schema import MODEL_DRAFT, NO_DRAFT, DrafterConfig, DraftLayout, DraftPlacement, PlacementConfig
+from llama_ssp.settings.schema import (
+    MODEL_DRAFT,
+    NO_DRAFT,
+    DrafterConfig,
+    DraftLayout,
+    DraftPlacement,
+    PlacementConfig,
+    SamplingConfig,
+)
 from llama_ssp.storage.formats import CACHES, FORMATS
 from llama_ssp.words import in_library_words, key_of, said
 
@@ -26,6 +35,8 @@ _Kind = TypeVar("_Kind", bound=Enum)
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 _AUTO = "auto"
+MORE_ARGUMENTS = "more"
+"""The parameter of a function that takes what rooms add to sampling."""
 FROM_MODEL = "model"
 """The argument `sampling` that takes the values of the target's files."""
 _KINDS: dict[object, tuple[type, Callable[[Any], object], str]] = {
@@ -72,9 +83,11 @@ _READERS: dict[str, tuple[Callable[[Any], object], str]] = {
 
 def known_arguments(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
     """Let a function refuse keywords that it does not have, all together, in a ConfigError that names similar ones."""
-    names = [name for name in signature(function).parameters if name != "self"]
+    names = [name for name in signature(function).parameters if name not in {"self", MORE_ARGUMENTS}]
 
-    def unknown(name: str) -> str:
+    takes_more = MORE_ARGUMENTS in signature(function).parameters
+
+    def unknown(name: str, names: Sequence[str]) -> str:
         counterpart = counterparts().get(name.casefold())
         other = counterpart and key_of(counterpart.key)
         meant = other if other in names else similar_name(name, names)
@@ -89,15 +102,23 @@ def known_arguments(function: Callable[_Arguments, _Result]) -> Callable[_Argume
     @wraps(function)
     def checked(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
         with in_library_words():
-            refuse([unknown(name) for name in kwargs if name not in names])
+            known = [*names, *(more_sampling() if takes_more else ())]
+            refuse([unknown(name, known) for name in kwargs if name not in known])
         return function(*args, **kwargs)
 
     return checked
 
 
 @cache
+def more_sampling() -> dict[str, object]:
+    """The arguments of `generate` that rooms add to sampling, with their defaults."""
+    return {name: value for name, value in vars(whole(SamplingConfig)()).items() if name not in vars(SamplingConfig())}
+
+
+@cache
 def _kinds_of(function: Callable[..., object]) -> dict[str, tuple[object, ...]]:
-    return {name: get_args(hint) or (hint,) for name, hint in get_type_hints(function).items()}
+    hints = get_type_hints(whole(SamplingConfig)) | get_type_hints(function)
+    return {name: get_args(hint) or (hint,) for name, hint in hints.items()}
 
 
 def check_types(function: Callable[..., object], given: Mapping[str, object]) -> dict[str, Any]:
@@ -106,10 +127,11 @@ def check_types(function: Callable[..., object], given: Mapping[str, object]) ->
     Raises ConfigError for all of a wrong type together.
     """
     values, problems, known = {**given}, [], _kinds_of(function)
+    readers = {name: reader for more in MORE.all().values() for name, reader in more.readers.items()} | _READERS
     for name, value in given.items():
         kinds = known.get(name, (None,))
-        if name in _READERS:
-            read, wanted = _READERS[name]
+        if name in readers:
+            read, wanted = readers[name]
             values[name] = None if value is None else read(value)
             fits = values[name] is not None or (value is None and NoneType in kinds)
         elif type(value) in kinds:

@@ -25,6 +25,7 @@ from llama_ssp.catalogue import ModelConfig
 from llama_ssp.continuation import decode_after
 from llama_ssp.draft_heads import head_in_target
 from llama_ssp.errors import ConfigError, SspError
+from llama_ssp.groups import whole
 from llama_ssp.log_probs import CompletionLogProbs
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.ranks.failures import Phase, from_message, guard, raise_on_all_ranks, unify_failure
@@ -274,6 +275,7 @@ class Pair:
         plain: bool = False,
         logprobs: int | None = None,
         prompt_logprobs: int | None = None,
+        **more: Any,
     ) -> list[Completion]:
         """Complete prompts, with the distribution of the target alone; returns the completions in order.
 
@@ -307,6 +309,7 @@ class Pair:
             logprobs: log-probabilities of every new token, and of this number of the most probable ones in its place
                 (`Completion.logprobs`); the target reads every text once more.
             prompt_logprobs: the same of the prompt's tokens.
+            more: what rooms add to sampling, such as `json_schema`.
 
         Raises:
             ConfigError: an argument has a wrong type or value, or a prompt does not fit into the context.
@@ -314,6 +317,7 @@ class Pair:
             NumericError: a model's logits became NaN.
         """
         given = {**locals()}
+        given |= arguments.more_sampling() | given.pop(arguments.MORE_ARGUMENTS)
         with in_library_words():
             return self._complete(arguments.check_types(Pair.generate, given), StopRequest())
 
@@ -426,7 +430,7 @@ class Pair:
 
     def _sampling(self, read: Mapping[str, Any]) -> SamplingConfig:
         """The sampling of a call; warns once of what it does not follow in the target's generation_config.json."""
-        drawn = SamplingConfig(**{name: read[name] for name in _SAMPLING})
+        drawn = whole(SamplingConfig)(**{name: read[name] for name in (*_SAMPLING, *arguments.more_sampling())})
         if read["sampling"] == arguments.FROM_MODEL:
             drawn = replace(drawn, from_model=[name for name in schema.FROM_MODEL if read[name] == _SAMPLING[name]])
         drawn = with_model_sampling(drawn, self.generation)

@@ -12,6 +12,7 @@ from llama_ssp.catalogue import Dtype, ModelConfig
 from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.planning.model import DTYPE_BYTES, PlannedModel, number_format, planned_model
 from llama_ssp.settings.backends import TENSOR, Backend, backend_of
+from llama_ssp.settings.constraints import constraint_asked
 from llama_ssp.settings.drafters import (
     SAME,
     DraftTerms,
@@ -47,7 +48,7 @@ class PlanSpec:
         acceptance: probability that a drafted token is accepted; None takes what is expected of the pair.
         num_forced: drafted tokens that a round accepts on average, by force; None leaves it to the rule.
         rule: the verification rule; `greedy` at temperature 0, where no probabilities are needed.
-        counts_tokens: penalties count the tokens of the vocabulary.
+        counts_tokens: penalties count the tokens of the vocabulary, or masks forbid some.
         truncates: top-k, top-p or min-p leave few tokens.
         scores_texts: the target reads every text once more, for log-probabilities.
         num_samples: rows of a prompt, which is read once for them.
@@ -320,7 +321,7 @@ def make_spec(
         num_forced=mean(speculation.forced_lengths) if speculation.forced_lengths else None,
         temperature=temperature,
         rule=config.verification.rule if temperature > 0 else AT_ZERO,
-        counts_tokens=config.sampling.penalizes,
+        counts_tokens=config.sampling.penalizes or constraint_asked(config.sampling) is not None,
         truncates=config.sampling.truncates,
         scores_texts=config.scores_texts,
         batch_size=config.batch_size,

@@ -23,6 +23,7 @@ from llama_ssp.run.checkpoints import Source
 from llama_ssp.run.requests import RequestMaker
 from llama_ssp.settings.backends import BACKENDS, backend_of
 from llama_ssp.settings.checks import check_values
+from llama_ssp.settings.constraints import constraint_asked
 from llama_ssp.settings.drafters import SAME, DraftVocabulary, drafter_of, drafts, drafts_greedily, vocabulary_of
 from llama_ssp.settings.layout import Layout, lay_out
 from llama_ssp.settings.rules import AT_ZERO
@@ -35,6 +36,7 @@ from llama_ssp.speculate.engine.completion import StopRequest
 from llama_ssp.speculate.engine.executors import make_executor
 from llama_ssp.speculate.engine.held import Reuse
 from llama_ssp.speculate.engine.loop import Decoder, RunSettings
+from llama_ssp.speculate.engine.masks import constraint_of
 from llama_ssp.speculate.engine.overlap import OverlappedRound
 from llama_ssp.speculate.engine.round import Round
 from llama_ssp.speculate.engine.text import StopStrings
@@ -95,7 +97,9 @@ class Models:
     @property
     def request_maker(self) -> RequestMaker:
         """Encodes prompts for the target."""
-        return RequestMaker(tokenizer=self.tokenizer, context=self.context, vocab_size=self.target.vocab_size)
+        return RequestMaker(
+            tokenizer=self.tokenizer, context=self.context, vocab_size=self.target.vocab_size, eos_ids=self.eos_ids
+        )
 
 
 def load_models(
@@ -292,7 +296,12 @@ def build_decoder(
     if drafters and isinstance(drafters[0], AheadDrafter):
         round_: Round = OverlappedRound(models.target, drafters[0], verifier=verifier, limit=limit)
     else:
-        round_ = Round(models.target, *drafters, verifier=verifier, taps=taps, tree=tree, limit=limit)
+        round_ = Round(
+            models.target, *drafters, verifier=verifier, taps=taps, tree=tree, limit=limit,
+            has_masks=bool(config.sampling.by_row or constraint_asked(config.sampling)),
+        )  # fmt: skip
+    vocabulary = models.request_maker.vocabulary
+    constraint_of(config.sampling, vocabulary)  # refused before any text begins
     captures = config.cuda_graphs and not backend_of(config.placement.target.kind).by_library
     # Nothing may fix the number of threads: the user, other ranks that wait, or bits that depend on it.
     is_free = mesh.replica.size == 1 and not has_own_threads(mesh.world.size) and models.reuse.are_invariant
@@ -304,6 +313,7 @@ def build_decoder(
         eos_ids=() if config.ignore_eos else models.eos_ids,
         reuse=models.reuse,
         threads=operators.made("threads", device.type, torch.get_num_threads()) if is_free else None,
+        constrain=lambda request: constraint_of(request.sampling or config.sampling, vocabulary),
     )
 
 

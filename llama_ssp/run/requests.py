@@ -13,6 +13,7 @@ from llama_ssp.run.chat import NO_ARGUMENTS, in_template
 from llama_ssp.run.lengths import problem_of_length, refuse
 from llama_ssp.run.prompts import EXCERPT, Message, Prompt
 from llama_ssp.settings.schema import RunConfig, TooLong
+from llama_ssp.speculate.engine.masks import Vocabulary
 from llama_ssp.speculate.engine.state import Request, count_equal_before
 
 
@@ -46,11 +47,18 @@ class RequestMaker:
 
     Attributes:
         context: the most tokens of prompt and completion together.
+        eos_ids: tokens that end a completion.
     """
 
     tokenizer: PreTrainedTokenizerBase
     context: int
     vocab_size: int
+    eos_ids: tuple[int, ...] = ()
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """The tokens of completions."""
+        return Vocabulary(self.tokenizer, self.vocab_size, self.eos_ids)
 
     def requests(self, prompts: Sequence[Prompt], config: RunConfig, *, first_index: int = 0) -> list[PromptRequest]:
         """Encode prompts, a request for each requested sample.

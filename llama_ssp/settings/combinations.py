@@ -45,6 +45,7 @@ ABILITIES: dict[str, Callable[[RunConfig], object]] = {
     "a rule without sampling": lambda config: not rule_of(config.verification.rule).samples,
     "penalties": lambda config: config.sampling.penalizes,
     "requests by row": lambda config: config.sampling.by_row,
+    "log-probabilities": lambda config: config.logprobs is not None,
     "chats": lambda config: config.chat,
     "texts of the target": lambda config: not (task_of(config).shows_times or isinstance(config, PlanConfig)),
 }

@@ -11,6 +11,7 @@ from llama_ssp.catalogue import ModelConfig, ModelShape
 from llama_ssp.fields import made, setting
 from llama_ssp.groups import whole
 from llama_ssp.settings.backends import TENSOR
+from llama_ssp.settings.constraints import constraint_asked
 from llama_ssp.settings.rules import DEFAULT
 from llama_ssp.settings.trees import TreeShape, tree_shape
 from llama_ssp.settings.weights import CHECKPOINT, WEIGHTS, WeightsRecord
@@ -165,7 +166,7 @@ class SamplingConfig:
     @property
     def takes_best(self) -> bool:
         """Whether a token is the one with the model's largest logit."""
-        return self.temperature == 0 and not self.penalizes
+        return self.temperature == 0 and not (self.penalizes or constraint_asked(self))
 
 
 @dataclass(kw_only=True)
@@ -276,7 +277,7 @@ class RunConfig:
     model: ModelConfig
     draft: DrafterConfig
     placement: PlacementConfig = field(default_factory=PlacementConfig)
-    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    sampling: SamplingConfig = field(default_factory=lambda: whole(SamplingConfig)())  # noqa: PLW0108 - rooms are read later
     verification: VerificationConfig = field(default_factory=VerificationConfig)
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     weights: str = setting(CHECKPOINT.name, "{weights}")

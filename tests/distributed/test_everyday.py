@@ -71,7 +71,6 @@ FOREIGN = [
     Typed("rule=block", r"unknown setting 'rule': verification=NAME is the rule"),
     Typed("top_logprobs=5", r"unknown setting 'top_logprobs': logprobs=5 gives log-probabilities"),
     Typed("min_tokens=5", r"unknown setting 'min_tokens': sampling\.min_new_tokens=8"),
-    Typed("guided_json=x", r"unknown setting 'guided_json': text in a given format is not here"),
     Typed("max_model_len=9", r"unknown setting 'max_model_len': a run allocates what"),
     Typed("gpu_memory_utilization=0.9", r"unknown setting 'gpu_memory_utilization': batch_size=8"),
     Typed("wandb=x", r"unknown setting 'wandb': trackers are not here"),

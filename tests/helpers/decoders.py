@@ -53,6 +53,7 @@ def make_decoder(  # noqa: PLR0913
     tree: Tree | str | None = None,
     limit: DraftLimit | None = None,
     shard: Shard = WHOLE,
+    has_masks: bool = False,
 ) -> Decoder:
     """A decoder of one rank (or of `comm`) over two runners, or over one and the drafter that is made for its rule.
 
@@ -75,7 +76,7 @@ def make_decoder(  # noqa: PLR0913
     if ngram:
         drafters += [copying(parts_of(**how))]
     verifier = Verifier(rule, comm=comm, verify_rank=0, device=target.device)
-    round_ = Round(target, *drafters, verifier=verifier, taps=taps, tree=tree, limit=limit)
+    round_ = Round(target, *drafters, verifier=verifier, taps=taps, tree=tree, limit=limit, has_masks=has_masks)
     return Decoder(
         round_, executor=executor_of(round_, replay), batch_size=batch_size, eos_ids=eos_ids,
         reuse=Reuse.of([target, draft], Comm.single()),

@@ -36,7 +36,8 @@ ALONE = {
     "sampling by a rule without trees": "verification=coupled",
     "a rule without sampling": "verification=greedy sampling=greedy", "penalties": "sampling.presence_penalty=1",
     "requests by row": "", "chats": "chat=true model=smollm2_1.7B draft=none task=generate",
-    "texts of the target": "task=generate",
+    "texts of the target": "task=generate", "log-probabilities": "logprobs=1 task=generate",
+    "structured text": "sampling.regex=a+ task=generate",
 }  # fmt: skip
 """Words that give a run one ability; all but two of them are refused without another one."""
 TOGETHER = {

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Self
 
 from transformers import PreTrainedTokenizerBase
 
+from llama_ssp.groups import whole
 from llama_ssp.log_probs import TokenLogprob
 from llama_ssp.settings.schema import SamplingConfig
 from llama_ssp.speculate.engine.likelihoods import ScoredText
@@ -38,7 +39,7 @@ class ServedRequest(Request):
 
     def as_json(self) -> dict[str, Any]:
         """Its fields as JSON holds them: biases as pairs, since keys would become texts."""
-        sampling, default = self.sampling or SamplingConfig(), SamplingConfig()
+        sampling, default = self.sampling or SamplingConfig(), whole(SamplingConfig)()
         changed = {name: value for name, value in vars(sampling).items() if value != getattr(default, name)}
         changed["logit_bias"] = [*sampling.logit_bias.items()]
         given = {each.name: getattr(self, each.name) for each in fields(self)}
@@ -48,7 +49,7 @@ class ServedRequest(Request):
     def from_json(cls, given: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> "ServedRequest":
         """The request of these fields."""
         stops = given["stops"] and StopStrings(tokenizer, given["stops"])
-        sampling = SamplingConfig(**given["sampling"] | {"logit_bias": dict(given["sampling"]["logit_bias"])})
+        sampling = whole(SamplingConfig)(**given["sampling"] | {"logit_bias": dict(given["sampling"]["logit_bias"])})
         made = {name: tuple(given[name]) for name in ("prompt_ids", "stop_ids")}
         return cls(**given | made | {"sampling": replace(sampling, eos_ids=tuple(sampling.eos_ids)), "stops": stops})
 

@@ -20,9 +20,11 @@ from llama_ssp.rooms.serve.inbox import Part, RequestError, ServedRequest
 from llama_ssp.run.prompts import MORE_FIELDS, Prompt, read_messages
 from llama_ssp.run.requests import RequestMaker, check_vocabulary, encode, encode_messages
 from llama_ssp.settings.checks import check_values
+from llama_ssp.settings.constraints import constraint_asked
 from llama_ssp.settings.drafters import drafts
 from llama_ssp.settings.schema import MOST_BIASES, RunConfig, SamplingConfig
 from llama_ssp.settings.tasks import SERVED_FIELDS
+from llama_ssp.speculate.engine.masks import constraint_of
 from llama_ssp.speculate.engine.state import count_equal_before
 from llama_ssp.speculate.engine.text import IncrementalText, StopStrings
 from llama_ssp.speculate.sampling.by_row import MOST_ENDS
@@ -171,7 +173,7 @@ class BodyReader:
         )  # fmt: skip
         for name in SERVED_FIELDS.all().keys() & given.keys():
             try:
-                first = imported(SERVED_FIELDS.of(name).read, setting=f"field {name}")(given[name], first)
+                first = self._with_field(name, given[name], first)
             except ConfigError as error:
                 raise RequestError(str(error), param=name) from None
         least = given.get("min_tokens", 0)
@@ -231,19 +233,29 @@ class BodyReader:
             raise RequestError(reason, param="num_draft_tokens")
         return number if asked else 0
 
+    def _with_field(self, name: str, value: object, request: ServedRequest) -> ServedRequest:
+        """The request with what a field of a room or plugin asks for; raises ConfigError."""
+        found: ServedRequest = imported(SERVED_FIELDS.of(name).read, setting=f"field {name}")(value, request)
+        if found.sampling and found.sampling is not request.sampling:
+            with in_library_words():
+                check_values(replace(self._config, sampling=replace(found.sampling, by_row=True)))
+                constraint_of(found.sampling, self._maker.vocabulary)
+        return found
+
     def _sampling(self, given: Mapping[str, Any]) -> SamplingConfig:
         asked = {name: given[name] for name in _SAMPLING if name in given}
         asked = {name: None if value in _OFF.get(name, ()) else value for name, value in asked.items()}
         if "logit_bias" in asked:
             asked["logit_bias"] = self._biases(asked["logit_bias"])
-        sampling = replace(self._config.sampling, bad_ids=(), eos_ids=(), from_model=[], **asked)
+        not_asked: dict[str, Any] = {"bad_words": [], "min_new_tokens": None, "bad_ids": (), "eos_ids": ()}
+        sampling = replace(self._config.sampling, from_model=[], **not_asked, **asked)
         try:
             with in_library_words():
                 check_values(replace(self._config, sampling=sampling))
         except ConfigError as error:
             named = str(error).partition("=")[0].split(" ")[-1]
             raise RequestError(str(error), param=named if named in _SAMPLING else None) from None
-        return SamplingConfig(**{name: getattr(sampling, name) for name in _SAMPLING})
+        return sampling
 
     def _biases(self, given: Mapping[str, Any]) -> dict[int, float]:
         is_read = len(given) <= MOST_BIASES and all(
@@ -333,7 +345,7 @@ def _checked(given: dict[str, Any], *, is_chat: bool) -> dict[str, Any]:
     for name, value in given.items():
         if name in _NOTES or any(value == one and type(value) is type(one) for one in _WITHOUT_EFFECT.get(name, ())):
             continue
-        if name in _WITHOUT_EFFECT:
+        if name in _WITHOUT_EFFECT and name not in more:
             raise RequestError(f"{name} is not supported: leave it out", param=name)
         if name not in known:
             raise RequestError(unknown_name("field", name[:MOST_STOP], known), param=name[:MOST_STOP])
@@ -373,6 +385,7 @@ class Answer:
     ) -> None:
         self._tokenizer, self._index, self._is_chat = tokenizer, index, is_chat
         self._stops = request.stops.texts if request.stops else ()
+        self._is_constrained = request.sampling is not None and constraint_asked(request.sampling) is not None
         self._stop_ids, self._shows_stop = request.stop_ids, request.shows_stop
         self.prompt_ids = request.prompt_ids
         self._is_scored, self._echoes = request.num_top is not None, request.scores_prompt
@@ -398,7 +411,10 @@ class Answer:
         if part.finish_reason:
             self.last, kept = part, 0
             held += "".join(piece.text for piece in self._text.flush())
-            found = [(place, len(stop)) for stop in self._stops if (place := held.find(stop)) >= 0]
+            # A constraint ends no text at a stop before its end.
+            stops = self._stops if part.finish_reason == "stop" or not self._is_constrained else ()
+            find = str.rfind if self._is_constrained else str.find
+            found = [(place, len(stop)) for stop in stops if (place := find(held, stop)) >= 0]
             place, length = min(found, default=(len(held), 0))
             held = held[: place + length * self._shows_stop]
         end = max(len(held) - kept, 0)

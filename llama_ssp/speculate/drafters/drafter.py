@@ -179,6 +179,9 @@ class StepwiseDrafter:
             logits_B1V = read(level)
             context = rows.before(lengths_B1 + (step - 1)) if self._rule.needs_context else None
             ids_B1, probs_B1V = self._rule.draw(logits_B1V, uniforms_B1P, context)
+            if rows.forced_BK.shape[1]:
+                ids = self._rule.shard.ids(self.vocab_size)
+                ids_B1, probs_B1V = with_forced(rows.forced_BK[:, step : step + 1], ids_B1, probs_B1V, ids)
             level = Level(step + 1, ids_B1)
             drafted.append(ids_B1)
             if context:  # the next one looks at this token too
@@ -188,6 +191,21 @@ class StepwiseDrafter:
         ids_BK = torch.cat(drafted, dim=1)
         tokens_BS.scatter_(1, lengths_B1 + self._offsets_K[:num_tokens], ids_BK)
         return Draft(ids_BK, torch.cat([*probs, self._tables.nothing_B1V], dim=1) if probs else POINT_MASS)
+
+
+def with_forced(
+    forced_B1: Tensor, ids_B1: Tensor, probs_B1V: Tensor | None, ids: range
+) -> tuple[Tensor, Tensor | None]:
+    """The drawn tokens, or the forced ones where there are some (-1 elsewhere); these have a point mass as their law.
+
+    `ids` are the tokens that the probabilities are of.
+    """
+    is_forced_B1 = forced_B1 >= 0
+    if probs_B1V is not None:
+        ids_V = torch.arange(ids.start, ids.stop, device=forced_B1.device)
+        mass_B1V = (forced_B1[..., None] == ids_V).to(probs_B1V.dtype)
+        probs_B1V = torch.where(is_forced_B1[..., None], mass_B1V, probs_B1V)
+    return torch.where(is_forced_B1, forced_B1, ids_B1), probs_B1V
 
 
 class TreeTables(Workspace):

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from llama_ssp.speculate.engine.masks import Constraint
 from llama_ssp.speculate.engine.state import Request
 from llama_ssp.speculate.engine.text import StopWatch
 
@@ -49,6 +50,7 @@ class RowCompletion:
         part_s: its equal share of the rounds' time, by part.
         has_bonus: see `Round`.
         num_ahead: tokens in flight when the next round begins; see `overlap`.
+        constraint: what its text may go on with; None for anything.
     """
 
     request: Request
@@ -66,6 +68,7 @@ class RowCompletion:
     stop_watch: StopWatch | None = None
     has_bonus: bool = True
     num_ahead: int = 0
+    constraint: Constraint | None = None
 
     def end(self, reason: FinishReason, *, in_draft: bool = False) -> None:
         """Enter why nothing follows, and whether the last token was a drafted one."""

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 
 from llama_ssp.architectures.engine import CATCH_UP_CHUNK, MOST_GRAPHED_BUCKETS, PREFILL_CHUNK
-from llama_ssp.errors import LOGITS_ARE_NAN, NumericError, SspError
+from llama_ssp.errors import NumericError, SspError
 from llama_ssp.models.prefill import Held, forwards_per_prompt
 from llama_ssp.models.upload import to_device
 from llama_ssp.ranks.memory import exhaustion
@@ -31,6 +31,7 @@ from llama_ssp.speculate.engine.clock import EventClock, HostClock
 from llama_ssp.speculate.engine.completion import PARTS, FinishReason, RowCompletion, StopRequest, share_time
 from llama_ssp.speculate.engine.held import PromptRow, Reuse
 from llama_ssp.speculate.engine.likelihoods import ScoredText, TokenScores, score_in_rows
+from llama_ssp.speculate.engine.masks import Constraint
 from llama_ssp.speculate.engine.results import Launched, RowResult, Update
 from llama_ssp.speculate.engine.round import DraftChoice, Executor, Round
 from llama_ssp.speculate.engine.rows import Backlog, RowTable
@@ -88,6 +89,7 @@ class Decoder:
     Attributes:
         length: chooses what each round drafts.
         threads: chooses how many threads compute a round.
+        constrain: begins the constraint of a request's text, if it has one.
         settings: of its runs without settings of their own.
         reuses_any_length: runs may take beginnings of any length from texts of earlier ones.
         space: caches, and the batch that runs share.
@@ -107,9 +109,10 @@ class Decoder:
         executor: Executor | None = None,
         length: FixedLength | None = None,
         threads: Threads | None = None,
+        constrain: Callable[[Request], Constraint | None] = lambda _request: None,
     ) -> None:
         self.round, self.settings, self.batch_size = round_, settings, batch_size
-        self.reuses_any_length = reuse.any_length
+        self.reuses_any_length, self.constrain = reuse.any_length, constrain
         self.executor = executor or Executor()
         self.length = length or FixedLength(round_.max_tokens_per_round - 1)
         self.threads = threads or Threads()
@@ -241,14 +244,17 @@ class Decoding:
                     choice = self._choose()
                     bucket = self._bucket(choice)
                     result, in_flight = self.round.step(
-                        decoder.executor, self._state, in_flight, choice=choice, bucket=bucket, clock=decoder.clock
-                    )
+                        decoder.executor, self._state, in_flight, choice=choice, bucket=bucket, clock=decoder.clock,
+                        constraints=_constraints_of(self.rows.owners),
+                    )  # fmt: skip
                     self._pending.append(Launched.of(result, [*self.rows.owners], choice, is_prefill=False))
                 running, launched = self.rows.decoding, time.perf_counter()
                 if self._reading:
                     running.append(self._reading.owner)
                 reads_prompts = bool(self._pending) and self._pending[0].is_prefill
-                updates = self._collect() if len(self._pending) > decoder.lag else []
+                # Masks need the whole text before them.
+                lag = 0 if _constraints_of(self.rows.owners) else decoder.lag
+                updates = [update for _ in range(len(self._pending) - lag) for update in self._collect()]
                 ended = time.perf_counter()
                 # A GPU still reads prompts when the round after them has been launched.
                 round_s = (launched if reads_prompts else ended) - started if was_round else None
@@ -476,7 +482,7 @@ class Decoding:
         return places, [
             RowCompletion(
                 request=request, num_target_forwards=number, num_reused_tokens=place.target.num_tokens,
-                has_bonus=self.round.has_bonus,
+                has_bonus=self.round.has_bonus, constraint=self.decoder.constrain(request),
                 stop_watch=stops.watch(request.prompt_ids) if (stops := request.stops or self.settings.stops) else None,
             )
             for place, request, number in zip(places, requests, forwards, strict=True)
@@ -502,6 +508,7 @@ class Decoding:
             deliver=lambda result: self._pending.append(
                 Launched.of(result, [*owners], DraftChoice(0), is_prefill=True)
             ),
+            constraints=_constraints_of(owners),
         )  # fmt: skip
         if late and self.settings.reuses:
             self.space.held.forget_drafts(rows)
@@ -528,9 +535,9 @@ class Decoding:
         for owner, result in zip(pending.owners, found.rows, strict=True):
             if not owner or owner.finish_reason:
                 continue
-            if result.is_nan:
+            if result.error:
                 self._forget([self._free(owner, "stop")])
-                self._fail(owner.request, NumericError(f"token {len(owner.token_ids) + 1}: {LOGITS_ARE_NAN}"))
+                self._fail(owner.request, NumericError(f"token {len(owner.token_ids) + 1}: {result.error}"))
                 continue
             num_examined = None
             if self.round.drafters and not pending.is_prefill:
@@ -576,6 +583,8 @@ class Decoding:
     def _up_to_end(self, owner: RowCompletion, ids: list[int]) -> tuple[list[int], FinishReason | None]:
         """Cut what follows the first end-of-sequence token or completed stop, also inside a draft."""
         reason: FinishReason | None = None
+        if owner.constraint:
+            return self._up_to_end_of(owner.constraint, owner, ids)
         if self._to_length:
             return ids, reason
         ends = {*owner.request.stop_ids, *(() if owner.request.ignores_eos else self.decoder.eos_ids)}
@@ -585,3 +594,23 @@ class Decoding:
         if owner.stop_watch and (num_until_stop := owner.stop_watch.num_until_stop(ids)):
             ids, reason = ids[:num_until_stop], "stop"
         return ids, reason
+
+    def _up_to_end_of(
+        self, constraint: Constraint, owner: RowCompletion, ids: list[int]
+    ) -> tuple[list[int], FinishReason | None]:
+        """The same of a text with a constraint: stops count where it may end, and it ends where nothing can follow."""
+        for number, token in enumerate(ids, start=1):
+            if token in self.decoder.eos_ids:
+                return ids[:number], "eos"
+            constraint.extend(token)
+            watched = bool(owner.stop_watch and owner.stop_watch.num_until_stop([token]))
+            stops = watched or token in owner.request.stop_ids
+            if (stops and constraint.may_end) or (constraint.is_over and not self.decoder.eos_ids):
+                return ids[:number], "stop"
+        return ids, None
+
+
+def _constraints_of(owners: Sequence[RowCompletion | None]) -> list[Constraint | None]:
+    """The constraints of rows; empty if none has one."""
+    found = [owner.constraint if owner else None for owner in owners]
+    return found if any(found) else []

@@ -27,6 +27,7 @@ Shapes: B sequences, K drafted tokens, T = K + 1, V vocabulary, N uniforms of a 
 """
 
 import time
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -35,6 +36,7 @@ from llama_ssp.models.runner import Runner
 from llama_ssp.speculate.drafters.limited import DraftLimit
 from llama_ssp.speculate.drafters.shared import AheadDrafter
 from llama_ssp.speculate.engine.clock import HostClock
+from llama_ssp.speculate.engine.masks import Constraint
 from llama_ssp.speculate.engine.round import DraftChoice, Executor, Round
 from llama_ssp.speculate.engine.state import BatchState
 from llama_ssp.speculate.engine.verifier import GOES_ON, Verifier
@@ -59,7 +61,7 @@ class OverlappedRound(Round):
 
     def step(
         self, executor: Executor, state: BatchState, in_flight: Law = POINT_MASS, *, choice: DraftChoice, bucket: int,
-        clock: HostClock,
+        clock: HostClock, constraints: Sequence[Constraint | None] = (),
     ) -> tuple[Tensor, Law]:  # fmt: skip
         """Run one overlapped round; see `Round.step`.
 
@@ -68,6 +70,7 @@ class OverlappedRound(Round):
         if not choice.num_tokens:
             return super().step(executor, state, choice=choice, bucket=bucket, clock=clock)
 
+        assert not constraints, "refused by `settings.combinations`"
         number, keeps, reads = choice.num_tokens, executor.replays_addresses, (self.verifier, self._in_flight_A)
         drafting = self.draft_stage(choice, bucket=bucket)
         scoring = self._of_target("score", self._score, number, bucket=bucket)
@@ -111,7 +114,7 @@ class OverlappedRound(Round):
         return state.rows._replace(lengths_B=state.lengths_B + state.ahead_B)
 
     def _score(self, num_tokens: int, bucket: int, state: BatchState) -> Tensor:
-        return self.verifier.process(*self.score(state, num_drafted=num_tokens - 1, bucket=bucket))
+        return self.verifier.process(*self.score(state, num_drafted=num_tokens - 1, bucket=bucket))[0]
 
     def _exchange(self, state: BatchState, uniforms_BN: Tensor, draft: Draft) -> tuple[Tensor, Draft]:
         return uniforms_BN, self._drafter.exchange(draft, self.draft_rows(state))
@@ -130,9 +133,9 @@ class OverlappedRound(Round):
         draws, rule = self._draws(state, uniforms_BN, following, num_tokens), self.verifier.rule
         most_B1 = self._most(longest, state)
 
-        def verdict() -> Verdict:
+        def verdict() -> tuple[Verdict, None]:
             found = verify_ahead(rule, in_flight, first, target_BKV, ahead_B=state.ahead_B, draws=draws)
-            return rule.at_most(found, most_B1, target_BKV, draws=draws)
+            return rule.at_most(found, most_B1, target_BKV, draws=draws), None
 
         decision = self.verifier.decide(verdict, batch_size=flying_BA.shape[0])
         goes_on_B1 = decision.node_B1 > state.ahead_B[:, None]  # the next token is the first of the block that follows

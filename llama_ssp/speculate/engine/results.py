@@ -2,13 +2,14 @@
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
+from llama_ssp.errors import LOGITS_ARE_NAN, NOTHING_ALLOWED
+from llama_ssp.models.upload import Arriving
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.speculate.engine.completion import RowCompletion
 from llama_ssp.speculate.engine.round import DraftChoice
-from llama_ssp.speculate.engine.verifier import GOES_ON, NEWS, NOT_A_NUMBER, STOP_REQUESTED
+from llama_ssp.speculate.engine.verifier import EMPTY, GOES_ON, NEWS, NOT_A_NUMBER, STOP_REQUESTED
 
 
 class Update(NamedTuple):
@@ -32,7 +33,7 @@ class RowResult(NamedTuple):
         ids: the accepted ones and the next one.
         rejected_ids: the drafted ones of a chain that are not accepted.
         goes_on: the next one was drafted too, and later drafted tokens are in flight.
-        is_nan: its logits are not numbers.
+        error: why no next token can be drawn; None if it is.
     """
 
     num_drafted: int
@@ -40,7 +41,7 @@ class RowResult(NamedTuple):
     ids: list[int]
     rejected_ids: list[int]
     goes_on: bool
-    is_nan: bool
+    error: str | None
 
 
 class RoundResult(NamedTuple):
@@ -55,37 +56,28 @@ class Launched(NamedTuple):
     """A prefill or a round that was launched, and not read yet.
 
     Attributes:
-        result: (R, K + 3), on the way to the host.
+        result: (R, K + 3).
         owners: the completions of the R rows.
-        passed: an event that follows the copy to the host; None on a CPU.
     """
 
-    result: Tensor
+    result: Arriving
     owners: list[RowCompletion | None]
     choice: DraftChoice
     is_prefill: bool
-    passed: torch.cuda.Event | None
 
     @classmethod
     def of(
         cls, result: Tensor, owners: list[RowCompletion | None], choice: DraftChoice, *, is_prefill: bool
     ) -> "Launched":
         """Begin to copy a result to the host."""
-        passed = None
-        if result.is_cuda:
-            host = torch.empty(result.shape, dtype=result.dtype, pin_memory=True)
-            result = host.copy_(result, non_blocking=True)
-            passed = torch.cuda.Event()
-            passed.record()
-        return cls(result, owners, choice, is_prefill, passed)
+        return cls(Arriving.of(result), owners, choice, is_prefill)
 
     def read(self, comm: Comm) -> RoundResult:
         """Wait for the result, and read it."""
-        if self.passed:
-            comm.wait(self.passed)
         found, announced = list[RowResult](), 0
-        for *drafted, num_accepted, next_id, flags in self.result.tolist():
+        for *drafted, num_accepted, next_id, flags in self.result.read(comm).tolist():
             announced |= flags
-            ids, goes_on, is_nan = [*drafted[:num_accepted], next_id], bool(flags & GOES_ON), bool(flags & NOT_A_NUMBER)
-            found.append(RowResult(len(drafted), num_accepted, ids, drafted[num_accepted:], goes_on, is_nan))
+            ids, goes_on = [*drafted[:num_accepted], next_id], bool(flags & GOES_ON)
+            error = NOTHING_ALLOWED if flags & EMPTY else LOGITS_ARE_NAN if flags & NOT_A_NUMBER else None
+            found.append(RowResult(len(drafted), num_accepted, ids, drafted[num_accepted:], goes_on, error))
         return RoundResult(found, bool(announced & STOP_REQUESTED), bool(announced & NEWS))

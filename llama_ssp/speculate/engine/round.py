@@ -41,6 +41,7 @@ from llama_ssp.speculate.drafters.drafter import Drafter, Remembering, TreeTable
 from llama_ssp.speculate.drafters.limited import DraftLimit
 from llama_ssp.speculate.engine.clock import HostClock
 from llama_ssp.speculate.engine.held import PromptRow
+from llama_ssp.speculate.engine.masks import Constraint, Drafted, TokenMasks, first_masks
 from llama_ssp.speculate.engine.state import BatchState
 from llama_ssp.speculate.engine.verifier import Decision, Verifier
 from llama_ssp.speculate.sampling.context import Context, Rows
@@ -119,6 +120,7 @@ class Round:
         has_bonus: a round that accepts all its drafted tokens adds one of the target's.
         steps: steps that rows need now; None if all rows have the settings of the run.
         tree: of the drafts; None for chains. With a tree, text tokens are read by its mask too, not as a prompt's are.
+        masks: of rows with constraints; None if no row may have one.
     """
 
     has_bonus = True
@@ -126,13 +128,14 @@ class Round:
 
     def __init__(
         self, target: Runner, *drafters: Drafter, verifier: Verifier, taps: Taps | None = None,
-        tree: Tree | None = None, limit: DraftLimit | None = None,
+        tree: Tree | None = None, limit: DraftLimit | None = None, has_masks: bool = False,
     ) -> None:  # fmt: skip
         self.target, self.taps, self.tree, self.limit = target, taps, tree, limit
         self.drafters = drafters
         self.verifier, self.steps = verifier, verifier.rule.steps
         num_draft_tokens = max([drafter.num_draft_tokens for drafter in drafters], default=0)
         self.max_tokens_per_round = num_draft_tokens + 1
+        self.masks = TokenMasks(self.max_tokens_per_round, target.vocab_size, target.device) if has_masks else None
         self.last_and_drafted_W = torch.arange(-1, num_draft_tokens, device=target.device)
         self.uniforms = UniformTable(num_draft_tokens, target.device)
         self._inputs_4M = torch.zeros(4, SHORT_PROMPTS[-1], dtype=torch.int64, device=target.device)
@@ -149,32 +152,65 @@ class Round:
         choice: DraftChoice,
         bucket: int,
         clock: HostClock,
+        constraints: Sequence[Constraint | None] = (),
     ) -> tuple[Tensor, Law]:
         """Run one round on a batch whose rows have at least two tokens.
 
         It reads `bucket` cache slots, at least the longest row's length + K. In rounds that overlap, `in_flight` is the
-        law that the round before has returned. Returns the result (see `BatchState.commit`), and the law of drafted
-        tokens that the next round verifies, if any.
+        law that the round before has returned. `constraints` are of the rows, if one has a constraint: the host then
+        waits for the drafted ids while the target reads them. Returns the result (see `BatchState.commit`), and the law
+        of drafted tokens that the next round verifies, if any.
         """
         clock.start()
         drafted: tuple[Any, ...] = ()
-        behind = [self.draft_stage(choice, bucket=bucket)] if choice.num_tokens else []
+        behind = []
+        if choice.num_tokens:
+            is_forced = bool(constraints and self.masks and self.masks.force(constraints, choice.num_tokens))
+            behind = [self.draft_stage(choice, is_forced=is_forced, bucket=bucket)]
         for drafting in behind:
             drafted = executor.run(drafting, state)
             clock.add("draft")
-        result = executor.run(self.verify_stage(choice, *behind, bucket=bucket), state, *drafted)
+        if constraints:
+            how: Any = {"choice": choice, "behind": behind, "drafted": drafted, "bucket": bucket}
+            result = self._constrained(executor, state, constraints, **how)
+        else:
+            result = executor.run(self.verify_stage(choice, *behind, bucket=bucket), state, *drafted)
         clock.add("verify")
         return result, POINT_MASS
 
-    def draft_stage(self, choice: DraftChoice, *, bucket: int) -> Stage:
+    def _constrained(
+        self, executor: Executor, state: BatchState, constraints: Sequence[Constraint | None], *, choice: DraftChoice,
+        behind: Sequence[Stage], drafted: tuple[Any, ...], bucket: int,
+    ) -> Tensor:  # fmt: skip
+        """Score the drafted tokens; verify with the masks that the host makes meanwhile."""
+        assert self.masks, "a round of a batch whose rows may have constraints"
+        own, number = self.verifier.rows_with_masks(len(constraints)), choice.num_tokens
+        found: Tensor
+        if not drafted:
+            self.masks.fill(own, constraints, None)
+            found = executor.run(self._of_target("verify", self._decode, True, bucket=bucket), state)
+            return found
+        ids = Drafted.of(drafted[1], self.verifier.comm) if own.start < own.stop else None
+        scoring = self._of_target("score", self._score_draft, number, bucket=bucket, behind=behind)
+        logits_BWV = executor.run(scoring, state, drafted[1])
+        self.masks.fill(own, constraints, ids)
+        arguments = number, self.longest(choice), True
+        deciding = self._of_target("decide", self._decide, *arguments, behind=(*behind, scoring))
+        found = executor.run(deciding, state, *drafted, logits_BWV)
+        return found
+
+    def draft_stage(self, choice: DraftChoice, *, is_forced: bool = False, bucket: int) -> Stage:
         """Extend every row by `choice.num_tokens` drafted tokens; returns the round's uniforms and the draft."""
         return self._stage(
-            "draft", self._draft, choice, bucket=bucket, reads=(self.drafters, self.last_and_drafted_W),
+            "draft", self._draft, choice, is_forced, bucket=bucket,
+            reads=(self.drafters, self.last_and_drafted_W, self.masks),
             repeats=self.drafters[choice.source].repeats_operators,
         )  # fmt: skip
 
-    def _draft(self, choice: DraftChoice, bucket: int, state: BatchState) -> tuple[Tensor, Draft]:
+    def _draft(self, choice: DraftChoice, is_forced: bool, bucket: int, state: BatchState) -> tuple[Tensor, Draft]:
         uniforms_BN, rows, number = state.uniforms(), self.draft_rows(state), choice.num_tokens
+        if is_forced and self.masks:
+            rows = rows._replace(forced_BK=self.masks.forced_BK)
         limit = self._limit_of(choice.source)
         draft = self.drafters[choice.source].propose(
             limit.of_rows(rows, number) if limit else rows,
@@ -191,7 +227,7 @@ class Round:
     def verify_stage(self, choice: DraftChoice, *behind: Stage, bucket: int) -> Stage:
         """Score the drafted tokens with the target, verify and commit; without any, decode one token."""
         if not choice.num_tokens:
-            return self._of_target("verify", self._decode, bucket=bucket)
+            return self._of_target("verify", self._decode, False, bucket=bucket)
         arguments = choice.num_tokens, self.longest(choice)
         return self._of_target("verify", self._verify, *arguments, bucket=bucket, behind=behind)
 
@@ -199,13 +235,26 @@ class Round:
         self, num_tokens: int, longest: int | None, bucket: int, state: BatchState, uniforms_BN: Tensor, draft: Draft
     ) -> Tensor:
         """Score the draft, let the rule accept a path of it, and commit that; for `longest` see the method."""
+        logits_BWV = self._score_draft(num_tokens, bucket, state, draft)
+        return self._decide(num_tokens, longest, False, state, uniforms_BN, draft, logits_BWV)
+
+    def _score_draft(self, num_tokens: int, bucket: int, state: BatchState, draft: Draft) -> Tensor:
+        """The target's logits after the last token and each drafted one."""
         if isinstance(draft.nodes, Topology):
-            logits_BWV, context = self._score_tree(state, draft.ids_BK, draft.nodes, bucket=bucket), None
-        else:
-            logits_BWV, context = self.score(state, num_drafted=num_tokens, bucket=bucket)
+            return self._score_tree(state, draft.ids_BK, draft.nodes, bucket=bucket)
+        return self.score(state, num_drafted=num_tokens, bucket=bucket)[0]
+
+    def _decide(  # noqa: PLR0917 - a stage's
+        self, num_tokens: int, longest: int | None, has_masks: bool, state: BatchState, uniforms_BN: Tensor,
+        draft: Draft, logits_BWV: Tensor,
+    ) -> Tensor:  # fmt: skip
+        """Let the rule accept a path of a scored draft, and commit that."""
+        context, bits_BWX = self._context(state, num_drafted=num_tokens), None
+        if has_masks and self.masks:
+            bits_BWX = self.masks.bits_BTX[:, : num_tokens + 1]
         forced = self.verifier.forced
         decision = self.verifier.verify(
-            draft, self.verifier.process(logits_BWV, context),
+            draft, *self.verifier.process(logits_BWV, context, bits_BWX),
             draws=self._draws(state, uniforms_BN, draft, num_tokens), most_B1=self._most(longest, state),
             forced_B1=forced.lengths(state.lengths_B - state.prompt_lengths_B) if forced else None,
         )  # fmt: skip
@@ -219,7 +268,13 @@ class Round:
         if self.target.is_recurrent:  # none in rows that ended, or whose prompt is being read
             taken_B = (state.lengths_B < state.limits_B) * (num_drafted + 1)
         logits_BWV = self.target.forward(ids_BW, positions_BW, bucket=bucket, taps=self.taps, taken_B=taken_B)
-        return logits_BWV, state.rows.before(positions_BW) if self.verifier.needs_context else None
+        return logits_BWV, self._context(state, num_drafted=num_drafted)
+
+    def _context(self, state: BatchState, *, num_drafted: int) -> Context | None:
+        """The rule's context of chains if it needs one."""
+        if self.tree or not self.verifier.needs_context:
+            return None
+        return state.rows.before(state.lengths_B[:, None] + self.last_and_drafted_W[: num_drafted + 1])
 
     def _score_tree(self, state: BatchState, ids_BN: Tensor, nodes: Topology, *, bucket: int) -> Tensor:
         """The target's logits after the last token and each node."""
@@ -250,17 +305,19 @@ class Round:
             draws = draws._replace(plain_BTP=state.plain_uniforms(depth + 1))
         return draws
 
-    def _decode(self, bucket: int, state: BatchState) -> Tensor:
+    def _decode(self, has_masks: bool, bucket: int, state: BatchState) -> Tensor:
         """Plain decoding: score the last token, draw one, commit it."""
         uniforms_B1P = self.uniforms.split(state.uniforms()).plain_BTP
         logits_B1V, context = self.score(state, num_drafted=0, bucket=bucket)
-        return state.commit(self.verifier.draw(logits_B1V, uniforms_B1P, context))
+        bits_B1X = self.masks.bits_BTX[:, :1] if has_masks and self.masks else None
+        return state.commit(self.verifier.draw(logits_B1V, uniforms_B1P, context, bits_B1X))
 
     def _of_target(
-        self, name: str, function: Callable[..., Any], *arguments: Hashable, bucket: int, behind: Sequence[Stage] = (),
+        self, name: str, function: Callable[..., Any], *arguments: Hashable, bucket: int = 0,
+        behind: Sequence[Stage] = (),
     ) -> Stage:  # fmt: skip
         of_trees = (self.tree, self._nodes, self._steps_D) if self.tree else ()
-        reads = (self.target, self.verifier, self.last_and_drafted_W, self.taps, *of_trees)
+        reads = (self.target, self.verifier, self.last_and_drafted_W, self.taps, self.masks, *of_trees)
         repeats = self.target.repeats_operators
         return self._stage(name, function, *arguments, bucket=bucket, reads=reads, repeats=repeats, behind=behind)
 
@@ -303,8 +360,8 @@ class Round:
     @property
     def num_allocations(self) -> tuple[int, ...]:
         """Number of times that each part has replaced what its stages read."""
-        of_taps = self.taps.num_allocations if self.taps else 0
-        return self.target.num_allocations, of_taps, *[drafter.num_allocations for drafter in self.drafters]
+        parts = [part for part in (self.target, self.taps, self.masks, *self.drafters) if part]
+        return (*[part.num_allocations for part in parts],)
 
     @property
     def reads_by_length(self) -> bool:
@@ -320,6 +377,8 @@ class Round:
         )  # fmt: skip
         if self.taps:
             self.taps.allocate(batch_size=batch_size, num_slots=num_slots)
+        if self.masks:
+            self.masks.allocate(batch_size)
         for drafter in self.drafters:
             drafter.allocate(batch_size=batch_size, num_slots=num_slots)
 
@@ -341,6 +400,7 @@ class Round:
     def prefill(
         self, executor: Executor, state: BatchState, prompts: BatchState, places: Sequence[PromptRow], *,
         lengths: Sequence[int], buckets: Buckets, deliver: Callable[[Tensor], None], late: Collection[int] = (),
+        constraints: Sequence[Constraint | None] = (),
     ) -> None:  # fmt: skip
         """Read R prompts into their rows of the caches and sample each one's first token; see `read_prompts`.
 
@@ -363,7 +423,8 @@ class Round:
             read_by_drafters()
         context = prompts.rows.before(prompts.lengths_B[:, None] - 1) if self.verifier.needs_context else None
         plain_R1P = self.uniforms.split(prompts.uniforms()).plain_BTP
-        deliver(prompts.commit(self.verifier.draw(logits_RV[:, None], plain_R1P, context)))
+        bits_R1X = first_masks(constraints, self.target.vocab_size, self.target.device)
+        deliver(prompts.commit(self.verifier.draw(logits_RV[:, None], plain_R1P, context, bits_R1X)))
         if not is_shared:
             read_by_drafters()
 

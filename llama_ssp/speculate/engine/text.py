@@ -123,7 +123,7 @@ class StopWatch:
         for number, token_id in enumerate(token_ids, start=1):
             self._tail += "".join(piece.text for piece in self._text.push([token_id]))
             seen = self._tail + self._text.held_back
+            self._tail = self._tail[-self._num_kept :] if self._num_kept else ""
             if token_id in self._stops.special_ids or any(stop in seen for stop in self._stops.texts):
                 return number
-            self._tail = self._tail[-self._num_kept :] if self._num_kept else ""
         return None

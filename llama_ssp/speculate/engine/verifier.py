@@ -5,7 +5,8 @@ by rounding. By default one rank decides for all rows and broadcasts the decisio
 for its own rows, whose drafts it holds, and the decisions are gathered. Where the rule reads logits over shards, all
 ranks with a part of them run it together, and the decision of one counts.
 
-Shapes: B sequences, W = K + 1 positions, V vocabulary, P = 2 uniforms of a draw, R rows of this rank.
+Shapes: B sequences, W = K + 1 positions, V vocabulary, P = 2 uniforms of a draw, R rows of this rank, X words of
+a mask.
 """
 
 from collections.abc import Callable
@@ -16,12 +17,13 @@ from torch import Tensor
 
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.speculate.drafters.shared import BatchSplit
+from llama_ssp.speculate.engine.masks import forbidden
 from llama_ssp.speculate.sampling.context import Context
 from llama_ssp.speculate.sampling.draft import Draft, Verdict
 from llama_ssp.speculate.sampling.rules import ForcedLengths, Rule
 from llama_ssp.speculate.sampling.uniforms import Draws
 
-STOP_REQUESTED, NOT_A_NUMBER, GOES_ON, NEWS = 1, 2, 4, 8
+STOP_REQUESTED, NOT_A_NUMBER, GOES_ON, NEWS, EMPTY = 1, 2, 4, 8, 16
 """Flags of `Decision.flags_B1`."""
 
 
@@ -32,8 +34,8 @@ class Decision(NamedTuple):
         node_B1: see `Verdict`.
         next_ids_B1: the token that follows.
         flags_B1: STOP_REQUESTED or NEWS if the deciding rank has announced it, plus NOT_A_NUMBER in rows whose logits
-            are NaN, plus GOES_ON where the next token is drafted too, so that the tokens after it stay in flight
-            (`overlap`).
+            are NaN, plus EMPTY in rows whose masks and bans leave no token, plus GOES_ON where the next token is
+            drafted too, so that the tokens after it stay in flight (`overlap`).
     """
 
     node_B1: Tensor
@@ -77,23 +79,43 @@ class Verifier:
             self._announced = flags
             self._flags_11.fill_(flags)
 
-    def draw(self, logits_B1V: Tensor, uniforms_B1P: Tensor, context: Context | None = None) -> Decision:
-        """Sample one token for every row from the target's logits."""
-        return self.decide(
-            lambda: self.rule.plain(self.rule.process(logits_B1V, context), uniforms_B1P),
-            batch_size=uniforms_B1P.shape[0],
-        )
+    def rows_with_masks(self, batch_size: int) -> slice:
+        """The rows whose masks this rank needs: of these it processes logits."""
+        return self.own_rows(batch_size) if self._split or self._runs_rule else slice(0, 0)
 
-    def process(self, logits_BTV: Tensor, context: Context | None = None) -> Tensor:
-        """Process the target's logits for `verify`, for the rows that this rank decides."""
+    def draw(
+        self, logits_B1V: Tensor, uniforms_B1P: Tensor, context: Context | None = None, bits_B1X: Tensor | None = None
+    ) -> Decision:
+        """Sample one token for every row from the target's logits."""
+
+        def find() -> tuple[Verdict, Tensor | None]:
+            target_B1V, nothing_B1 = self._processed(logits_B1V, context, bits_B1X)
+            return self.rule.plain(target_B1V, uniforms_B1P), nothing_B1
+
+        return self.decide(find, batch_size=uniforms_B1P.shape[0])
+
+    def process(
+        self, logits_BTV: Tensor, context: Context | None = None, bits_BTX: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Process the target's logits for `verify`, for the rows that this rank decides; see `_processed`."""
         if self._split:
             own = self.own_rows(logits_BTV.shape[0])
-            return self.rule.process(logits_BTV[own], context and Context(*(part[own] for part in context)))
-        return self.rule.process(logits_BTV, context) if self._runs_rule else logits_BTV
+            bits_BTX = None if bits_BTX is None else bits_BTX[own]
+            return self._processed(logits_BTV[own], context and Context(*(part[own] for part in context)), bits_BTX)
+        return self._processed(logits_BTV, context, bits_BTX) if self._runs_rule else (logits_BTV, None)
+
+    def _processed(
+        self, logits_BTV: Tensor, context: Context | None, bits_BTX: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """The output of the rule's `process`, and with masks the places (B, T) that leave no token."""
+        if bits_BTX is None:
+            return self.rule.process(logits_BTV, context), None
+        is_forbidden_BTV = forbidden(bits_BTX, self.rule.shard.ids(logits_BTV.shape[-1]))
+        return self.rule.process_allowed(logits_BTV, context, is_forbidden_BTV)
 
     def verify(
-        self, draft: Draft, target_BTV: Tensor, *, draws: Draws, most_B1: Tensor | None = None,
-        forced_B1: Tensor | None = None,
+        self, draft: Draft, target_BTV: Tensor, nothing_BT: Tensor | None = None, *, draws: Draws,
+        most_B1: Tensor | None = None, forced_B1: Tensor | None = None,
     ) -> Decision:  # fmt: skip
         """Accept a path of the draft and choose the token that follows it; with a split, any rank can ask to stop.
 
@@ -108,7 +130,7 @@ class Verifier:
             return self.rule.at_most(found, most_B1, target_BTV, draws=draws)
 
         if not self._split:
-            return self.decide(lambda: verdict(draft, draws, most_B1, forced_B1), batch_size=batch_size)
+            return self.decide(lambda: (verdict(draft, draws, most_B1, forced_B1), nothing_BT), batch_size=batch_size)
         own = self.own_rows(batch_size)
         packed_R3 = self._flags_11.new_empty(0, 3)
         if own.start < own.stop:
@@ -116,20 +138,26 @@ class Verifier:
             own_draws = Draws(*(uniforms[own] for uniforms in draws))
             of_most, of_forced = (None if part is None else part[own] for part in (most_B1, forced_B1))
             found = verdict(of_rows, own_draws, of_most, of_forced)
-            packed_R3 = torch.cat(self._decision(found), dim=1)
+            packed_R3 = torch.cat(self._decision(found, nothing_BT), dim=1)
         return _unpacked(self._split.gather(packed_R3, batch_size=batch_size))
 
-    def decide(self, find: Callable[[], Verdict], *, batch_size: int) -> Decision:
-        """Find a verdict on the ranks that run the rule, and give all ranks one rank's verdict in a message."""
-        decision = self._decision(find()) if self._runs_rule else None
+    def decide(self, find: Callable[[], tuple[Verdict, Tensor | None]], *, batch_size: int) -> Decision:
+        """Find a verdict on the ranks that run the rule, and give all ranks one rank's verdict in a message.
+
+        With masks, `find` also returns the places (B, T) that leave no token.
+        """
+        decision = self._decision(*find()) if self._runs_rule else None
         if decision and self.comm.size == 1:
             return decision
         packed_B3 = torch.cat(decision, dim=1) if decision else self._flags_11.new_empty(batch_size, 3)
         return _unpacked(self.comm.broadcast(packed_B3, src=self.verify_rank))
 
-    def _decision(self, verdict: Verdict) -> Decision:
+    def _decision(self, verdict: Verdict, nothing_BT: Tensor | None = None) -> Decision:
         is_nan_B1 = verdict.weights_B1 != verdict.weights_B1
-        return Decision(*verdict[:2], torch.add(self._flags_11, is_nan_B1, alpha=NOT_A_NUMBER))
+        flags_B1 = torch.add(self._flags_11, is_nan_B1, alpha=NOT_A_NUMBER)
+        if nothing_BT is not None:
+            flags_B1 = torch.add(flags_B1, nothing_BT.gather(1, verdict.node_B1), alpha=EMPTY)
+        return Decision(*verdict[:2], flags_B1)
 
 
 def _unpacked(packed_B3: Tensor) -> Decision:

@@ -176,6 +176,19 @@ class Rule:
             scores_BTV = scores_BTV / of_tokens
         return self.shard.best(scores_BTV) if self.takes_best and not self.shard.is_whole else scores_BTV
 
+    def process_allowed(
+        self, logits_BTV: Tensor, context: Context | None, forbidden_BTV: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Process the target's logits without forbidden tokens; returns also the places (B, T) that leave no token.
+
+        A place that leaves none has probability 0 for every token, so that no path goes on there; the host ends a row
+        that reaches it.
+        """
+        scores_BTV = self.process(logits_BTV.masked_fill(forbidden_BTV, float("-inf")), context)
+        top_BT = scores_BTV[..., 0] if self._has_best else scores_BTV.amax(-1)
+        nothing_BT = (top_BT == float("-inf")) | (top_BT.isnan() & ~logits_BTV.amax(-1).isnan())
+        return scores_BTV if self.takes_best else scores_BTV.masked_fill(nothing_BT[..., None], 0.0), nothing_BT
+
     def verify(self, draft: Draft, target_BTV: Tensor, *, draws: Draws) -> Verdict:
         """Verify a draft against the output of `process` for the target's logits at K + 1 positions."""
         if self._verify and not draft.is_certain:

@@ -153,8 +153,6 @@ def test_load_and_plan_refuse_in_words_of_the_library(
                 (plan, "gpus", "num_gpus?"),
             )
         ),
-        (Pair.generate, {"guided_json": 1},
-         "unknown argument 'guided_json' of generate: text in a given format is not here; stop_strings and bad_words"),
         (load, {"xyzzy": 1}, "unknown argument 'xyzzy' of load: it takes model, draft, dtype, quantization, cache_"),
         (plan, {"n_predict": 2, "batch": 4},
          ("2 problems in the arguments:\n  1. unknown argument 'n_predict' of plan: did you mean max_new_tokens?\n"

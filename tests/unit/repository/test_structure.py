@@ -236,7 +236,7 @@ def lint(folder: Path) -> str:
 
 
 NO_TORCH = "planning, reports, machines, terminal, architectures, settings and errors"
-BACKENDS = "bitsandbytes, deepspeed, accelerate, llvmlite and the server"
+BACKENDS = "bitsandbytes, deepspeed, accelerate, llguidance, llvmlite and the server"
 
 
 def test_the_import_contracts_hold() -> None:

@@ -237,7 +237,7 @@ def test_a_number_that_is_none_on_any_rank_is_flagged_on_all(rule: str) -> None:
             logits_BTV[:, :1, own], uniforms_BTP[:, :1], context._replace(last_BT=context.last_BT[:, :1])
         )
         found = verifier.verify(
-            Draft(torch.full((3, 1), 40)), verifier.process(logits_BTV[..., own], context), draws=draws
+            Draft(torch.full((3, 1), 40)), *verifier.process(logits_BTV[..., own], context), draws=draws
         )
         return [decision.flags_B1[:, 0].tolist() for decision in (first, found)]
 

@@ -1,0 +1,69 @@
+"""Structured text in served requests: OpenAI's `response_format`, and vLLM's `structured_outputs` and `guided_*`."""
+
+import json
+from dataclasses import replace
+from typing import Any
+
+from llama_ssp.errors import ConfigError
+from llama_ssp.rooms.grammars.records import KINDS
+from llama_ssp.speculate.engine.state import Request
+
+_OBJECT = {"type": "object"}
+_NAMES = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "grammar"}
+
+
+def _asked(request: Request, kind: str, value: object, field: str) -> Request:
+    """The request with one kind of structure; raises ConfigError for a value of another type."""
+    if kind == "json_schema" and not isinstance(value, str):
+        value = json.dumps(value)
+    is_texts = isinstance(value, list) and value and all(isinstance(text, str) for text in value)
+    if not (is_texts if kind == "choice" else isinstance(value, str)):
+        raise ConfigError(f"{field} must be {'a list of texts' if kind == 'choice' else 'a text'}")
+    sampling: Any = request.sampling
+    if any(getattr(sampling, other) for other in KINDS):
+        raise ConfigError(f"{field} comes with another structure of the text: give one")
+    return replace(request, sampling=replace(sampling, **{kind: value}))
+
+
+def response_format(value: dict[str, Any], request: Request) -> Request:
+    """OpenAI's: a text, a JSON object, or a document of a schema."""
+    kind, schema = value.get("type"), value.get("json_schema")
+    if kind == "text":
+        return request
+    if kind == "json_object":
+        return _asked(request, "json_schema", _OBJECT, "response_format")
+    if kind != "json_schema" or not isinstance(schema, dict) or not isinstance(schema.get("schema"), dict | bool):
+        wanted = '{"type": "json_schema", "json_schema": {"name": NAME, "schema": SCHEMA}}'
+        raise ConfigError(f'response_format must be {{"type": "text"}}, {{"type": "json_object"}} or {wanted}')
+    return _asked(request, "json_schema", schema["schema"], "response_format")
+
+
+def structured_outputs(value: dict[str, Any], request: Request) -> Request:
+    """VLLM's: one of json, regex, choice, grammar and json_object."""
+    given = {name: one for name, one in value.items() if one not in (None, False)}
+    if len(given) != 1 or not given.keys() <= {*_NAMES, "json_object"}:
+        raise ConfigError(f"structured_outputs must have one of {', '.join([*_NAMES, 'json_object'])}")
+    [(name, one)] = given.items()
+    if name == "json_object":
+        return _asked(request, "json_schema", _OBJECT, "structured_outputs")
+    return _asked(request, _NAMES[name], one, f"structured_outputs.{name}")
+
+
+def guided_json(value: object, request: Request) -> Request:
+    """A schema."""
+    return _asked(request, "json_schema", value, "guided_json")
+
+
+def guided_regex(value: object, request: Request) -> Request:
+    """A regular expression."""
+    return _asked(request, "regex", value, "guided_regex")
+
+
+def guided_choice(value: object, request: Request) -> Request:
+    """Some texts."""
+    return _asked(request, "choice", value, "guided_choice")
+
+
+def guided_grammar(value: object, request: Request) -> Request:
+    """A grammar."""
+    return _asked(request, "grammar", value, "guided_grammar")
