@@ -132,14 +132,20 @@ class PrefixRunner:
 
     def logits(self, ids: Sequence[int]) -> Tensor:
         """The logits (V) after a text, straight from the definition."""
-        vectors = [self.table[token, place % NUM_CLOCK_PHASES] for place, token in enumerate(ids)]
-        return (torch.sin(torch.stack(vectors).sum(0)) @ self.head).float()
+        return self._after(sum((self._vector(*each) for each in enumerate(ids)), torch.zeros(8, dtype=torch.float64)))
+
+    def _vector(self, place: int, token: int) -> Tensor:
+        return self.table[token, place % NUM_CLOCK_PHASES]
+
+    def _after(self, sum_D: Tensor) -> Tensor:
+        return (torch.sin(sum_D) @ self.head).float()
 
     def greedy(self, prompt_ids: tuple[int, ...], num_tokens: int) -> list[int]:
         """The greedy continuation, straight from the definition."""
-        ids = list(prompt_ids)
-        for _ in range(num_tokens):
-            ids.append(int(self.logits(ids).argmax()))
+        ids, sum_D = list[int](), torch.zeros(8, dtype=torch.float64)
+        for place in range(len(prompt_ids) + num_tokens):
+            ids.append(prompt_ids[place] if place < len(prompt_ids) else int(self._after(sum_D).argmax()))
+            sum_D = sum_D + self._vector(place, ids[-1])
         return ids[len(prompt_ids) :]
 
     def texts(self, requests: Sequence[Request]) -> list[list[int]]:

@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import traceback
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -178,6 +179,23 @@ def test_weights_go_with_the_runner() -> None:
     del lean
     gc.collect()
     assert [each() for each in watched] == [None, None]
+
+
+def test_a_trace_has_a_short_stack_however_deep_its_caller_is() -> None:
+    """It is stored with each operator."""
+    traced, depths = Traced[Tensor](), list[int]()
+
+    def function(x: Tensor) -> Tensor:
+        depths.append(sum(1 for _ in traceback.walk_stack(None)))
+        return x + 1
+
+    def called(depth: int) -> Tensor:
+        return called(depth - 1) if depth else traced(function, "key", torch.ones(3))
+
+    assert [called(100).tolist() for _ in range(3)] == [[2.0] * 3] * 3
+    from_python, while_tracing = depths
+    assert from_python > 100
+    assert while_tracing < 30
 
 
 @pytest.mark.heavy

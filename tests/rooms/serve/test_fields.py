@@ -4,7 +4,6 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-import openai
 import pytest
 
 from llama_ssp import Pair, load
@@ -110,6 +109,8 @@ def test_texts_become_tokens_and_tokens_texts(server: Server) -> None:
 
 @pytest.mark.parametrize("streams", [False, True])
 def test_the_openai_package_gets_responses(server: Server, streams: bool) -> None:
+    import openai  # all workers would, and it takes a second
+
     with openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="none", max_retries=0) as client:
         asked: dict[str, Any] = {
             "model": "gpt-4o", "input": "def f", "instructions": "code", "max_output_tokens": 16, "temperature": 0,

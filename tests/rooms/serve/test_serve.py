@@ -15,7 +15,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import openai
 import pytest
 import torch
 
@@ -73,6 +72,8 @@ def test_mixed_requests_have_the_texts_of_runs_of_their_own(pair: Pair, server: 
 
 
 def test_the_openai_package_completes_chats_and_streams(server: Server) -> None:
+    import openai  # all workers would, and it takes a second
+
     with openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="none", max_retries=0) as client:
         [model] = client.models.list().data
         same: dict[str, Any] = {"model": model.id, "prompt": PROMPT, "max_tokens": 24, "seed": 3, "temperature": 0.9}

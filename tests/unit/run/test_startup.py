@@ -1,6 +1,7 @@
 """The start of a run: its log, the time until its first token; and the signals that end it while it decodes."""
 
 import contextlib
+import gc
 import json
 import logging
 import signal
@@ -19,6 +20,7 @@ from llama_ssp.manifest import present
 from llama_ssp.ranks.process import signals_kept
 from llama_ssp.run import opening
 from llama_ssp.run.interruption import interruptible, stopping_on_signals
+from llama_ssp.run.startup import importing_torch
 from llama_ssp.speculate.engine.completion import StopRequest
 from tests.helpers.repository import ROOT
 
@@ -62,6 +64,20 @@ def test_slow_packages_are_imported_only_where_they_are_used(tmp_path: Path) -> 
     assert set(AFTER_RESULTS) <= set(last)
     assert set(NEVER) & set(last) == set()
     assert set(BEFORE_CHECKPOINTS) <= set(last)
+
+
+def test_garbage_is_not_collected_while_torch_is_first_imported_and_then_not_looked_for_in_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with importing_torch():
+        assert gc.isenabled(), "torch is imported already: what was made since could be garbage"
+    num_spared = gc.get_freeze_count()
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    with importing_torch():
+        assert not gc.isenabled()
+        made = [[number] for number in range(1000)]
+    assert gc.isenabled()
+    assert gc.get_freeze_count() >= num_spared + len(made)
 
 
 def test_a_step_has_the_time_since_its_process_began_when_it_was_first_reached() -> None:

@@ -14,7 +14,7 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, cast
@@ -79,12 +79,6 @@ NESTED = st.recursive(
     lambda inner: st.lists(inner, max_size=3).map(lambda items: f"[{','.join(items)}]"),
     max_leaves=5,
 )
-RUN_KEYS = sorted(
-    {*keys_of(compose([])[0].config), *groups_of(), "task.format", "task.in_order", "hardware.num_gpus"} - {"dry_run"}
-)
-PLAN_KEYS = sorted(
-    {*keys_of(compose([], root="plan")[0].config), "model.path", "model.shape.num_layers", "hardware.num_gpus"}
-)
 ODD_KEYS = (
     "", ".", "model.", ".model", "a.b.c", "hydra", "hydra.run.dir", "hydra/launcher", "hydra.launcher.nodes",
     "_target_", "model._target_", "é", "model@draft", "task.name",
@@ -105,6 +99,18 @@ SOUND = (
 LONG = {"max_new_tokens=1_000", "num_samples=1_000", "batch_size=1_000", "task=glob(*)"}
 """Words that are right, and whose runs take long."""
 REPORT_OPTIONS = ("--output=", "--output=x", "--output=/dev/null/x", "--help", "-")
+
+
+@cache
+def run_keys() -> list[str]:
+    more = {*groups_of(), "task.format", "task.in_order", "hardware.num_gpus"}
+    return sorted({*keys_of(compose([])[0].config), *more} - {"dry_run"})
+
+
+@cache
+def plan_keys() -> list[str]:
+    more = {"model.path", "model.shape.num_layers", "hardware.num_gpus"}
+    return sorted({*keys_of(compose([], root="plan")[0].config), *more})
 
 
 def overrides(keys: list[str]) -> st.SearchStrategy[str]:
@@ -128,7 +134,7 @@ def lines_of(keys: list[str]) -> st.SearchStrategy[list[str]]:
 def runs() -> st.SearchStrategy[list[str]]:
     """Command lines of which some end well: settings that do so alone, and at most two of any kind."""
     sound = st.lists(st.sampled_from(SOUND), max_size=3).map(lambda words: " ".join(words).split())
-    other = st.lists(overrides(RUN_KEYS).filter(lambda word: word not in LONG), max_size=2)
+    other = st.lists(overrides(run_keys()).filter(lambda word: word not in LONG), max_size=2)
     return st.builds(list.__add__, sound, other)
 
 
@@ -176,7 +182,7 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @amounts(*NUM_PLANS)
 def test_run_answers_any_command_line(num_lines: int, part: int) -> None:
-    check_all(run_dry, num_lines, lines_of(RUN_KEYS), part)
+    check_all(run_dry, num_lines, lines_of(run_keys()), part)
 
 
 @amounts(*NUM_RUNS)
@@ -186,7 +192,7 @@ def test_a_run_that_is_not_dry_answers_any_command_line(num_lines: int, part: in
 
 @amounts(*NUM_PLANS)
 def test_plan_answers_any_command_line(num_lines: int, part: int) -> None:
-    check_all(run_plan, num_lines, lines_of(PLAN_KEYS), part)
+    check_all(run_plan, num_lines, lines_of(plan_keys()), part)
 
 
 @settings(UNHURRIED, max_examples=60)
