@@ -93,7 +93,7 @@ class Front:
         ]  # fmt: skip
         app = Starlette(
             routes=routes, middleware=[*([cors] if allowed else []), Middleware(_WithKey, key=_key_of(self._task))],
-            exception_handlers=dict.fromkeys((RequestError, ClientDisconnect, 404, 405, Exception), _refused),
+            exception_handlers=dict.fromkeys((RequestError, ClientDisconnect, 404, 405, Exception), self._refuse),
         )  # fmt: skip
         server = uvicorn.Config(
             app, log_config=None, access_log=False, server_header=False, limit_concurrency=_MOST_OPEN,
@@ -135,6 +135,16 @@ class Front:
         for connection, *_ in idle & self._idle:
             connection.transport.abort()
         self._idle = idle
+
+    async def _refuse(self, _request: Request, error: Exception) -> Response:
+        if isinstance(error, ClientDisconnect):
+            return Response(status_code=499)
+        if not isinstance(error, RequestError):
+            reason, status = getattr(error, "detail", "the server failed"), getattr(error, "status_code", 500)
+            headers, error = getattr(error, "headers", None), RequestError(reason, status=status)
+        else:
+            headers = {"retry-after": str(self._metrics.retry_s())} if error.status in {429, 503} else None
+        return _Json(error.body(), error.status, headers)
 
     async def _health(self, _request: Request) -> Response:
         return _Json({"status": "ok"})
@@ -189,11 +199,7 @@ class Front:
             with suppress(RuntimeError):  # the loop has been closed
                 loop.call_soon_threadsafe(parts.put_nowait, (asked.answers[place], part))
 
-        try:
-            numbers = self._inbox.put(asked.completions, take, client=_client_of(request))
-        except RequestError as error:
-            error.retry_s = self._metrics.retry_s()
-            raise
+        numbers = self._inbox.put(asked.completions, take, client=_client_of(request))
         pieces = self._pieces(parts, len(numbers), arrived_s)
         if asked.streams:
             body_of = self._streamed(events(pieces), numbers)
@@ -313,17 +319,6 @@ async def _body_of(request: Request) -> object:
     except (ValueError, RecursionError) as error:
         reason = "too deep" if isinstance(error, RecursionError) else str(error)[:100]
         raise RequestError(f"the body is not JSON: {reason}") from None
-
-
-async def _refused(_request: Request, error: Exception) -> Response:
-    if isinstance(error, ClientDisconnect):
-        return Response(status_code=499)
-    if not isinstance(error, RequestError):
-        reason, status = getattr(error, "detail", "the server failed"), getattr(error, "status_code", 500)
-        headers, error = getattr(error, "headers", None), RequestError(reason, status=status)
-    else:
-        headers = {"retry-after": str(error.retry_s)} if error.status in {429, 503} else None
-    return _Json(error.body(), error.status, headers)
 
 
 def _event(content: dict[str, object]) -> bytes:

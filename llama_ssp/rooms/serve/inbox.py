@@ -90,11 +90,11 @@ ENDED = "shutdown"
 
 
 class RequestError(Exception):
-    """A request that is refused; `param` names its field, and one that may come again does so after `retry_s`."""
+    """A request that is refused; `param` names its field."""
 
     def __init__(self, message: str, *, param: str | None = None, status: int = 400, code: str | None = None) -> None:
         super().__init__(message)
-        self.message, self.param, self.status, self.code, self.retry_s = message, param, status, code, 1
+        self.message, self.param, self.status, self.code = message, param, status, code
 
     @classmethod
     def ending(cls) -> "RequestError":
