@@ -25,6 +25,7 @@ class MoreSettings:
             and shows what it has found. The setting with the record's name asks for it.
         example: a command line of `llama-ssp plan --help`.
         ranges: what their numbers must be, by whole keys.
+        changeable: settings that may change when a run is resumed: no completion depends on them.
         readers: of arguments of the library, for values that are no numbers and texts: a function that returns None for
             a value of another type, and words for what is wanted.
     """
@@ -37,6 +38,7 @@ class MoreSettings:
     choose: str = ""
     example: str = ""
     ranges: tuple[Range, ...] = ()
+    changeable: tuple[str, ...] = ()
     readers: Mapping[str, tuple[Callable[[Any], object], str]] = field(default_factory=dict)
 
 

@@ -9,7 +9,7 @@ from pkgutil import iter_modules
 
 ROOMS: dict[str, tuple[str, ...]] = {
     "accelerate": ("placement=accelerate", "placement.target.kind=accelerate"),
-    "acceptance": ("task=acceptance",),
+    "acceptance": ("task=acceptance", "setting=trace"),
     "adapters": ("setting=adapter", "file=adapter_config.json"),
     "advice": ("setting=search",),
     "benchmark": ("task=benchmark", "task=latency", "experiment=llama_2023"),

@@ -1,8 +1,8 @@
 """The share of drafted tokens that a target accepts: a figure of the user's, a measured one of the pair, or a default.
 
-Every folder of options may have `pairs.yaml`, a table of measured pairs with their sources, and `measured_pairs.yaml`,
-which a task writes that measures pairs. Of a pair in neither, a plan takes the default of the package's table, with its
-low and its high.
+Who knows a pair is asked first (`planning.spec.KnownPairs`). Every folder of options may have `pairs.yaml`, a table of
+measured pairs with their sources. Of a pair in none, a plan takes the default of the package's table, with its low and
+its high.
 
 A drafted token is accepted less often the further it is from the round's first: a figure without positions declines as
 published ones do, and has the tokens per round of a constant at the K at which it was measured.
@@ -23,12 +23,12 @@ from llama_ssp import catalogue
 from llama_ssp.catalogue import LOCAL
 from llama_ssp.errors import ConfigError, one_message
 from llama_ssp.planning.printed import accepted, command
-from llama_ssp.planning.spec import PlanSpec
+from llama_ssp.planning.spec import FindAcceptance, PlannedPair, PlanSpec
 from llama_ssp.settings.drafters import SAME
 from llama_ssp.settings.tasks import task_specs
 from llama_ssp.settings.trees import TreeShape
 
-PAIRS, MEASURED = "pairs.yaml", "measured_pairs.yaml"
+PAIRS = "pairs.yaml"
 PER_TEMPERATURE = 0.15
 """Acceptance that a unit of temperature costs: 0.12 to 0.19 from 0.4 to 1, by docs/benchmarks/acceptance.md."""
 DECLINE, HEAD_DECLINE = 0.99, 0.97
@@ -50,6 +50,7 @@ class Acceptance:
         known: by position, of a token whose predecessors were accepted; empty where nothing is known.
         decline: by each further position.
         between: the figures at two temperatures between which this one lies, each with its share; else empty.
+        is_of_texts: it was read of finished texts, and forecasts the tokens per round of runs of such prompts.
     """
 
     probability: float
@@ -60,6 +61,11 @@ class Acceptance:
     known: tuple[float, ...] = ()
     decline: float = DECLINE
     between: tuple[tuple[float, "Acceptance"], ...] = ()
+    is_of_texts: bool = False
+
+    def tokens_by_length(self, probability: float, longest: int) -> list[float]:
+        """Expected tokens per round of K = 1, 2, ..., where the figure is `probability`, or one of `ends`."""
+        return tokens_by_length(self.by_position(probability, longest))
 
     def by_position(self, probability: float, number: int) -> tuple[float, ...]:
         """The acceptance at the first `number` positions where the figure is `probability`, or one of `ends`."""
@@ -90,9 +96,7 @@ def expected_of_spec(spec: PlanSpec) -> Acceptance:
         return Acceptance(probability=forced, source=source, decline=1.0)
     if spec.acceptance is not None:
         return Acceptance(probability=spec.acceptance, source="given as speculation.acceptance", decline=decline)
-    has_model, temperature = spec.draft is not None, spec.temperature
-    found = expected(spec.target.name, str(spec.draft_name), has_model=has_model, temperature=temperature)
-    return replace(found, decline=decline)
+    return expected(spec.pair, spec.known_by, has_model=spec.draft is not None, decline=decline)
 
 
 def acceptance_of(num_accepted: float, num_draft_tokens: int) -> float:
@@ -110,12 +114,16 @@ def _solved(rising: Callable[[float], float], wanted: float, *, least: float = 0
     return high
 
 
-def expected(target: str, draft: str, *, has_model: bool = True, temperature: float | None = None) -> Acceptance:
-    """The pair's own figure, else the default; raises ConfigError for a user's file that is wrong.
+def expected(
+    pair: PlannedPair, known_by: Sequence[FindAcceptance] = (), *, has_model: bool = True, decline: float = DECLINE
+) -> Acceptance:
+    """The pair's own figure, else the default; raises ConfigError for a user's file that is wrong."""
+    found: Acceptance | None = next(filter(None, (find(pair) for find in known_by)), None)
+    return found or replace(_in_tables(pair, has_model=has_model), decline=decline)
 
-    `draft` is the name of a model, or the kind of a draft without one.
-    """
-    if found := known(target, draft, temperature=temperature):
+
+def _in_tables(pair: PlannedPair, *, has_model: bool) -> Acceptance:
+    if found := known(pair.target, pair.draft, temperature=pair.temperature):
         return found
     if not has_model:
         return _UNKNOWN_KIND
@@ -199,7 +207,7 @@ def _figure(entry: Mapping[str, Any], temperature: float | None) -> Acceptance:
 @cache
 def all_pairs(where: tuple[Path, ...]) -> list[dict[str, Any]]:
     """The contents of the files of several folders, the first to be asked first; the package's table is the last."""
-    return [read_pairs(file) for folder in where for name in (PAIRS, MEASURED) if (file := folder / name).is_file()]
+    return [read_pairs(file) for folder in where if (file := folder / PAIRS).is_file()]
 
 
 def read_pairs(file: Path) -> dict[str, Any]:

@@ -1,9 +1,10 @@
 """The input of the planner, from the config of a plan or of a run, with every choice resolved: models, ranks, sizes."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from statistics import mean
+from typing import Any, NamedTuple
 
 from llama_ssp.architectures import engine
 from llama_ssp.architectures.family import record_of
@@ -11,6 +12,7 @@ from llama_ssp.architectures.matrices import DRAFT_WHOLE, WholeParts, tokens_of_
 from llama_ssp.catalogue import Dtype, ModelConfig
 from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.planning.model import DTYPE_BYTES, PlannedModel, number_format, planned_model
+from llama_ssp.registry import Registry, imported
 from llama_ssp.settings.backends import TENSOR, Backend, backend_of
 from llama_ssp.settings.constraints import constraint_asked
 from llama_ssp.settings.drafters import (
@@ -31,6 +33,39 @@ from llama_ssp.settings.tasks import task_of
 from llama_ssp.settings.trees import TreeShape
 
 
+class PlannedPair(NamedTuple):
+    """A target and a draft, by the names of their models, or by the draft's kind, at a temperature and with a rule."""
+
+    target: str
+    draft: str
+    temperature: float | None
+    rule: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class KnownPairs:
+    """Who knows the acceptance of pairs, such as a file of measurements that a setting names.
+
+    Attributes:
+        of_run: `module:function` that takes a config, and returns a function from a `PlannedPair` to a
+            `planning.acceptance.Acceptance` or None; None if the config asks for nothing. Raises ConfigError.
+    """
+
+    name: str
+    order: int = 0
+    of_run: str
+
+
+KNOWN_PAIRS: Registry[KnownPairs] = Registry(setting="known pairs", kind=KnownPairs)
+FindAcceptance = Callable[[PlannedPair], Any]
+
+
+def pairs_known_by(config: RunConfig) -> tuple[FindAcceptance, ...]:
+    """Who knows pairs for a config, the first to be asked first."""
+    asked = (imported(one.of_run, setting=one.name)(config) for one in KNOWN_PAIRS.all().values())
+    return tuple(filter(None, asked))
+
+
 @dataclass(frozen=True, kw_only=True)
 class PlanSpec:
     """Input of the forecasts of memory and time.
@@ -46,6 +81,7 @@ class PlanSpec:
         adapts: K is chosen for each round, up to `num_draft_tokens`, and may be 0.
         overlap: drafting overlaps verification, if the draft has ranks of its own (`overlaps`).
         acceptance: probability that a drafted token is accepted; None takes what is expected of the pair.
+        known_by: who knows pairs before the tables of measured ones.
         num_forced: drafted tokens that a round accepts on average, by force; None leaves it to the rule.
         rule: the verification rule; `greedy` at temperature 0, where no probabilities are needed.
         counts_tokens: penalties count the tokens of the vocabulary, or masks forbid some.
@@ -91,6 +127,7 @@ class PlanSpec:
     spare_devices: tuple[int, ...] = ()
     backend: Backend = TENSOR
     own_sums: bool = False
+    known_by: tuple[FindAcceptance, ...] = ()
     kernels: engine.Kernels = engine.ENGINE_KERNELS
 
     @cached_property
@@ -102,6 +139,11 @@ class PlanSpec:
     def draft_name(self) -> str | None:
         """The draft's model, or its kind if it has none; None without a draft."""
         return self.draft.name if self.draft else self.free_draft
+
+    @property
+    def pair(self) -> PlannedPair:
+        """Its models, as who knows acceptances is asked."""
+        return PlannedPair(self.target.name, str(self.draft_name), self.temperature, self.rule)
 
     @property
     def takes_best(self) -> bool:
@@ -318,6 +360,7 @@ def make_spec(
         tree=tree,
         overlap=speculation.overlap,
         acceptance=acceptance,
+        known_by=pairs_known_by(config) if acceptance is None else (),
         num_forced=mean(speculation.forced_lengths) if speculation.forced_lengths else None,
         temperature=temperature,
         rule=config.verification.rule if temperature > 0 else AT_ZERO,

@@ -30,7 +30,6 @@ from llama_ssp.planning.acceptance import (
     expected_of_spec,
     overlapped_corrections,
     overlapped_tokens,
-    tokens_by_length,
     tree_tokens,
 )
 from llama_ssp.planning.collectives import guesses_sums, message_s, round_messages
@@ -395,8 +394,9 @@ def _speculative(costs: CostModel, plain: Timing) -> Timing:
     def gains(probability: float) -> Sequence[float]:
         if overlapped:  # a block goes on from the one before, so that its positions are all alike
             return [overlapped_tokens(probability, number) for number in lengths]
-        by_position = acceptance.by_position(probability, tree.depth if tree else lengths.stop - 1)
-        return [tree_tokens(by_position, tree)] if tree else tokens_by_length(by_position)
+        if tree:
+            return [tree_tokens(acceptance.by_position(probability, tree.depth), tree)]
+        return acceptance.tokens_by_length(probability, lengths.stop - 1)
 
     rounds_s = [one.round_s for one in overlapped] or [
         costs.drafting_s(number) + costs.verify_s(number) for number in lengths

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Protocol, Self, TypeVar
 
 from llama_ssp.errors import FULL_DISK, ConfigError, SspError
+from llama_ssp.groups import MORE
 from llama_ssp.reports.reading import read_settings
 from llama_ssp.reports.records import PLAIN, CompletionLine, LineKey, LogProbLine, Result, Summary
 from llama_ssp.settings.tasks import TASKS
@@ -193,7 +194,8 @@ def _changes(old: dict[str, object], new: dict[str, object]) -> list[str]:
     old = {key: value for key, value in new.items() if value == []} | old
     tasks = filter(None, (TASKS.find(str(settings.get("task.name"))) for settings in (old, new)))
     files = [f"{entry}.{name}" for entry in ("model", "draft.model") for name in CHANGES.all()]
-    changeable = [*CHANGEABLE, *files, *(f"task.{name}" for task in tasks for name in task.changeable)]
+    of_rooms = [name for more in MORE.all().values() for name in more.changeable]
+    changeable = [*CHANGEABLE, *of_rooms, *files, *(f"task.{name}" for task in tasks for name in task.changeable)]
     changed = [
         key
         for key in sorted(old.keys() | new.keys())

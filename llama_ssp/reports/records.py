@@ -357,11 +357,16 @@ class OverlapSummary:
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """The plan's forecast of a run, of whole completions, prompts included; null without a plan."""
+    """The plan's forecast of a run, of whole completions, prompts included; null without a plan.
+
+    `tokens_per_round` is there with its ends if texts of such prompts have been read (`Acceptance.is_of_texts`).
+    """
 
     plain_ms_per_token: float | None = None
     speculative_ms_per_token: float | None = None
     speedup: float | None = None
+    tokens_per_round: float | None = None
+    tokens_per_round_range: list[float] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)

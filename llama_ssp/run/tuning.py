@@ -7,18 +7,19 @@ import json
 import math
 import time
 from collections.abc import Sequence
-from functools import partial
 from statistics import linear_regression
 from typing import Any
 
 from llama_ssp.architectures.engine import CATCH_UP_CHUNK
 from llama_ssp.errors import ConfigError
-from llama_ssp.planning.acceptance import expected
+from llama_ssp.planning.acceptance import Acceptance, expected
+from llama_ssp.planning.spec import PlannedPair, pairs_known_by
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.ranks.failures import from_rank_0
 from llama_ssp.reports.folder import COSTS_FILE, RunFolder
 from llama_ssp.reports.reading import read_json
 from llama_ssp.settings.drafters import draft_name
+from llama_ssp.settings.rules import AT_ZERO
 from llama_ssp.settings.schema import RunConfig, adaptive_lengths
 from llama_ssp.speculate.engine.adaptive import AdaptiveLength, RoundCosts
 from llama_ssp.speculate.engine.loop import Decoder
@@ -72,7 +73,12 @@ def make_ready(
 
 
 def _expected_acceptance(config: RunConfig) -> list[float]:
-    figure = partial(expected, config.model.name, temperature=config.sampling.temperature)
+    temperature = config.sampling.temperature
+    rule, known_by = config.verification.rule if temperature else AT_ZERO, pairs_known_by(config)
+
+    def figure(draft: str, *, has_model: bool) -> Acceptance:
+        return expected(PlannedPair(config.model.name, draft, temperature, rule), known_by, has_model=has_model)
+
     first = figure(str(draft_name(config.draft)), has_model=config.draft.model is not None).probability
     for known in (config.source.acceptance(config), config.speculation.acceptance):
         first = first if known is None else known

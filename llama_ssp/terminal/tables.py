@@ -1,6 +1,6 @@
 """The closing table and the closing line of a run, laid out for 80 columns; pure functions of a `Summary`."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 from rich import box
@@ -54,8 +54,8 @@ def summary_table(summary: records.Summary) -> RenderableType:
     meaning += f"\nfirst token: {', '.join(first)}" if first else ""
     table = _figures(headings, rows, padding=(0, 0, 0, 1))
     parts: list[RenderableType] = [Text(), _title(summary), Text(), table, Text(meaning, style="bright_black")]
-    if fast and fast.verify_s:
-        parts += [Text(), _round_line(fast)]
+    if fast:
+        parts += _lines_of_rounds(fast, forecast)
     if overlap := summary.overlap:
         idle = f"target idle {share(overlap.target_idle_share)}, draft idle {share(overlap.draft_idle_share)}"
         dropped = f"{overlap.num_dropped_tokens} of {overlap.num_drafted_tokens} drafted tokens dropped"
@@ -136,6 +136,16 @@ def _title(summary: records.Summary) -> Text:
         models += f", {summary.weights} weights"
     counts = ((summary.num_prompts, "prompt"), (summary.num_new_tokens, "token"), (summary.world_size, "rank"))
     return Text(f"{visible(models)}: {', '.join(count(*counted) for counted in counts)}", style="bold")
+
+
+def _lines_of_rounds(fast: records.SpeculativeSummary, forecast: records.Forecast) -> Iterator[RenderableType]:
+    """The parts of a round, and its tokens beside what texts that were read before have promised."""
+    if fast.verify_s:
+        yield from (Text(), _round_line(fast))
+    if forecast.tokens_per_round:
+        ends = " to ".join(f"{end:.2f}" for end in forecast.tokens_per_round_range)
+        line = Text(f"accepted: {decimal(fast.tokens_per_round)} tokens per round")
+        yield line.append(f", by the trace {forecast.tokens_per_round:.2f} ({ends})", style="bright_black")
 
 
 def _round_line(fast: records.SpeculativeSummary) -> Text:

@@ -7,13 +7,17 @@ from pathlib import Path
 from typing import cast
 
 from llama_ssp import catalogue
+from llama_ssp.catalogue import LOCAL
 from llama_ssp.errors import ConfigError, unknown_name
 from llama_ssp.fields import made, setting
-from llama_ssp.settings.drafters import DRAFTERS, draft_label, drafts, free_drafts, of_kind
-from llama_ssp.settings.schema import MODEL_DRAFT, DrafterConfig, RunConfig, TaskConfig
+from llama_ssp.groups import MoreSettings
+from llama_ssp.planning.spec import KnownPairs
+from llama_ssp.settings.drafters import DRAFTERS, draft_name, drafts, free_drafts, of_kind
+from llama_ssp.settings.schema import MODEL_DRAFT, DrafterConfig, PlanConfig, RunConfig, TaskConfig
 from llama_ssp.settings.tasks import NoEffect, TaskSpec
 
-TRACE_FILE = "acceptance.npz"
+TRACE_FILE, STORED = "acceptance.npz", "traces"
+"""The file of a run folder, and the folder of your own with the traces that are stored."""
 MOST_K = 64
 
 
@@ -28,10 +32,9 @@ class AcceptanceConfig(TaskConfig):
         "texts of the target that are read: the folder or run.jsonl of a run, or a JSONL of prompt and completion; "
         "null samples them first.",
     )
-    temperatures: list[float] = made(
-        list, "temperatures of the sampled texts, num_samples at each; none takes sampling.temperature."
-    )
+    temperatures: list[float] = made(list, "of the sampled texts, num_samples at each; none takes that of sampling.")
     longest: int = setting(8, "the largest K.")
+    store: bool = setting(False, "true keeps the trace in your own folder, and plans and runs of its pairs take it.")
     default_prompts: list[str] = made(list, "prompts of a run without prompt= or prompts=.")
 
 
@@ -58,9 +61,14 @@ def temperatures_of(config: RunConfig) -> list[float]:
 
 def drafts_of(config: RunConfig) -> dict[str, DrafterConfig]:
     """The drafts that read the texts, by name: the run's own, then the others of the task."""
-    own = str(draft_label(config.draft))
+    own = str(draft_name(config.draft))
     names = cast("AcceptanceConfig", config.task).drafts
     return {own: config.draft} | {name: draft_named(name) for name in names if name != own}
+
+
+def stored_file(target: str, draft: str) -> Path:
+    """The file of a stored pair."""
+    return catalogue.user_dir() / STORED / f"{target}--{draft}.npz".replace("/", "--")
 
 
 def _fill_in(config: RunConfig, explicit: frozenset[str]) -> RunConfig:
@@ -102,8 +110,20 @@ def _problems(config: RunConfig, explicit: frozenset[str]) -> Iterator[str | NoE
         ]
         unread |= dict.fromkeys(of_texts, f"with task.texts={task.texts}, whose texts are read")
     yield from (NoEffect(key, reason) for key, reason in unread.items() if key in explicit)
+    if task.store:
+        yield from _problems_of_storing(config)
     if config.speculation.tree or config.speculation.overlap:
         yield "task=acceptance reads chains: leave speculation.tree and speculation.overlap out"
+
+
+def _problems_of_storing(config: RunConfig) -> Iterator[str | NoEffect]:
+    if dial := config.source.acceptance_setting:
+        yield NoEffect("task.store", f"with weights={config.weights}, whose acceptance {dial} sets")
+    elif LOCAL in {config.model.name, draft_name(config.draft)}:
+        yield (
+            f"task.store=true stores pairs by the names of their models, and {LOCAL} names any folder: write an entry "
+            "of your own, model/NAME.yaml (docs/guides/models.md), or give plans trace= with this run's folder"
+        )
 
 
 ACCEPTANCE = TaskSpec(
@@ -112,7 +132,28 @@ ACCEPTANCE = TaskSpec(
     ranges=(("longest", lambda k: 1 <= k <= MOST_K, f"1 to {MOST_K}"),),
     results="llama_ssp.rooms.acceptance.rows:AcceptanceRow",
     paths=("texts",),
+    changeable=("store",),
+    stores_acceptance="task.store=true",
     reads_prompts=lambda config: not cast("AcceptanceConfig", config.task).texts,
     fill_in=_fill_in,
     problems=_problems,
 )
+
+
+@dataclass(kw_only=True)
+class TracedRun(RunConfig):
+    """A run whose forecast knows the acceptance of its draft by a trace."""
+
+    trace: str | None = setting(
+        None, "folder of a run of task=acceptance: the forecast takes what its texts say of the draft, K and rule."
+    )
+
+
+@dataclass(kw_only=True)
+class TracedPlan(PlanConfig, TracedRun):
+    """A plan of such a run."""
+
+
+TRACE = MoreSettings(name="trace", config=TracedRun, after="hardware", paths=("trace",), changeable=("trace",))
+OF_PLANS = MoreSettings(name="trace of plans", config=TracedPlan, after="hardware")
+BY_TRACE = KnownPairs(name="trace", of_run="llama_ssp.rooms.acceptance.known:of_run")

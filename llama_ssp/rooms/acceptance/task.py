@@ -8,6 +8,7 @@ import base64
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import islice
@@ -22,10 +23,16 @@ from llama_ssp.planning.spec import PlanSpec, make_spec
 from llama_ssp.planning.timing import CostModel
 from llama_ssp.ranks.failures import from_rank_0, raise_on_all_ranks
 from llama_ssp.rooms.acceptance.reading import Found, Reader
-from llama_ssp.rooms.acceptance.records import TRACE_FILE, AcceptanceConfig, drafts_of, temperatures_of
+from llama_ssp.rooms.acceptance.records import (
+    TRACE_FILE,
+    AcceptanceConfig,
+    drafts_of,
+    stored_file,
+    temperatures_of,
+)
 from llama_ssp.rooms.acceptance.rows import rows_of
-from llama_ssp.rooms.acceptance.texts import FinishedText, law_of, read_texts
-from llama_ssp.rooms.acceptance.trace import VERSION, Trace
+from llama_ssp.rooms.acceptance.texts import FinishedText, read_texts
+from llama_ssp.rooms.acceptance.trace import VERSION, Trace, law_of
 from llama_ssp.run.checkpoints import Source, find_sources, with_number_formats
 from llama_ssp.run.decoders import Models, build_decoder, with_draft
 from llama_ssp.run.requests import PromptRequest
@@ -50,7 +57,7 @@ def acceptance(session: Session, requests: list[PromptRequest]) -> None:
     drafts, sources = _loaded(session, configs)
     about = {
         "version": VERSION, "longest": task.longest, "laws": [law_of(one.sampling) for one in configs],
-        "target": {"name": config.model.label, "files": fingerprint(session.models.sources[0].origin.folder)},
+        "target": {"name": config.model.name, "files": fingerprint(session.models.sources[0].origin.folder)},
         "drafts": {
             name: {
                 "files": fingerprint(source.origin.folder) if source else {}, "is_certain": is_certain(drafts[name][1]),
@@ -267,6 +274,12 @@ def _answer(session: Session, configs: Sequence[RunConfig], sources: Mapping[str
     for law in range(len(configs)) if task.texts else ():
         check_likely(trace, law, asked=f"task.texts={task.texts}")
     _write(folder.path / TRACE_FILE, trace.to_bytes())
+    for name in trace.drafts if task.store else ():
+        file = stored_file(config.model.name, name)
+        with suppress(OSError):  # writing says why
+            file.parent.mkdir(parents=True, exist_ok=True)
+        _write(file, trace.to_bytes())
+        session.terminal.say(f"stored in {file}: plans of {config.model.name} with {name} now take it")
     costs = {}
     if plan := session.plan:
         for name, draft in drafts_of(config).items():

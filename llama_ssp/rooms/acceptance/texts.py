@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -12,15 +11,12 @@ from llama_ssp.reports.folder import read_lines
 from llama_ssp.reports.reading import read_json, read_settings
 from llama_ssp.reports.records import CompletionLine
 from llama_ssp.rooms.acceptance.reading import Text
+from llama_ssp.rooms.acceptance.trace import OF_LAW, law_of
 from llama_ssp.run.prompts import Prompt
 from llama_ssp.run.requests import ids_of
-from llama_ssp.settings.schema import RunConfig, SamplingConfig
+from llama_ssp.settings.schema import RunConfig
 
 LINES_FILE, CONFIG_FILE = "run.jsonl", "config.yaml"
-_OF_LAW = (
-    "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty",
-    "logit_bias", "bad_words", "min_new_tokens",
-)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,12 +35,6 @@ class FinishedText(Text):
     category: str = ""
     num_rounds: int | None = None
     place: str = ""
-
-
-def law_of(sampling: SamplingConfig) -> dict[str, Any]:
-    """The settings that make the law of texts, as a trace records them."""
-    found = {name: getattr(sampling, name) for name in _OF_LAW}
-    return found | {"logit_bias": {str(token): bias for token, bias in sorted(sampling.logit_bias.items())}}
 
 
 def read_texts(
@@ -113,7 +103,7 @@ def _of_run(
 
 
 def _law_in(settings: Mapping[str, object]) -> dict[str, object]:
-    found = {name: settings[f"sampling.{name}"] for name in _OF_LAW if f"sampling.{name}" in settings}
+    found = {name: settings[f"sampling.{name}"] for name in OF_LAW if f"sampling.{name}" in settings}
     biases = {
         key.rpartition(".")[2]: value for key, value in settings.items() if key.startswith("sampling.logit_bias.")
     }

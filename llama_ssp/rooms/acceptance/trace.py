@@ -22,16 +22,27 @@ from llama_ssp.rooms.acceptance import arithmetic
 from llama_ssp.rooms.acceptance.arithmetic import Array, ExpectedRounds
 from llama_ssp.rooms.acceptance.records import TRACE_FILE
 from llama_ssp.settings.rules import AT_ZERO
+from llama_ssp.settings.schema import SamplingConfig
 
 VERSION = 1
 SPECULATIVE, BLOCK, COUPLED = "speculative", "block", "coupled"
 RULES = (SPECULATIVE, BLOCK, COUPLED)
+OF_LAW = (
+    "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty",
+    "logit_bias", "bad_words", "min_new_tokens",
+)  # fmt: skip
 OF_TEXTS = ("text_index", "text_sample", "text_law", "text_length", "text_category")
 OF_TOKENS = ("token_id", "log_p", "expected_log_p", "variance_log_p")
 LOG_Q, LOG_RACE = "log_q", "log_race"
 _NUM_BOOTSTRAPS = 1000
 _NEAR_TIE = 0.5
 """Of greedy text, how far below the best logit a token may stand that another rounding has chosen."""
+
+
+def law_of(sampling: SamplingConfig) -> dict[str, Any]:
+    """The settings that make the law of texts, as a trace records them."""
+    found = {name: getattr(sampling, name) for name in OF_LAW}
+    return found | {"logit_bias": {str(token): bias for token, bias in sorted(sampling.logit_bias.items())}}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,12 +4,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
-from llama_ssp.catalogue import LOCAL
 from llama_ssp.fields import made, setting
 from llama_ssp.settings.drafters import drafts
 from llama_ssp.settings.schema import RunConfig, TaskConfig
 from llama_ssp.settings.tasks import NoEffect, TaskSpec
-from llama_ssp.words import said
 
 
 @dataclass(kw_only=True)
@@ -19,31 +17,6 @@ class LatencyConfig(TaskConfig):
     name: str = "latency"
     default_prompts: list[str] = made(list, "prompts of a run without prompt= or prompts=.")
     num_warmup: int = setting(1, "other prompts, decoded before the clock starts.")
-    store: bool = setting(
-        False,
-        "true stores the acceptance of the pair in measured_pairs.yaml of your own folder, and plans then take it.",
-    )
-
-
-def _problems_of_latency(config: RunConfig, _explicit: frozenset[str]) -> Iterator[str | NoEffect]:
-    models = {"model": config.model, "draft": config.draft.model}
-    nameless = [f"{key}={LOCAL}" for key, model in models.items() if model and model.name == LOCAL]
-    if not cast("LatencyConfig", config.task).store:
-        return
-    if lengths := config.speculation.forced_lengths:
-        yield (
-            f"{said('speculation.forced_lengths', lengths)} needs an acceptance that is not measured: leave "
-            "task.store=true out"
-        )
-    if not drafts(config.draft):
-        yield NoEffect("task.store", "without a draft: give one with draft=NAME")
-    elif dial := config.source.acceptance_setting:
-        yield NoEffect("task.store", f"with weights={config.weights}, whose acceptance {dial} sets")
-    elif nameless:
-        yield (
-            f"task.store=true stores a pair by the names of its models, and {' and '.join(nameless)} names any folder: "
-            "write an entry of your own, model/NAME.yaml (docs/guides/models.md), or leave task.store out"
-        )
 
 
 LATENCY = TaskSpec(
@@ -52,10 +25,6 @@ LATENCY = TaskSpec(
     reuses_prompts=False,
     shows_times=True,
     ranges=(("num_warmup", lambda n: n >= 0, "0 or more prompts"),),
-    changeable=("store",),
-    stores_acceptance="task.store=true",
-    problems=_problems_of_latency,
-    finalize="llama_ssp.rooms.benchmark.latency:store_pair",
 )
 
 

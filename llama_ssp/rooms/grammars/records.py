@@ -25,9 +25,12 @@ from llama_ssp.words import installing, key_of, listed, said
 
 MOST_BYTES = 1 << 18
 """Of a grammar: larger ones take seconds to read."""
+MOST_SPACES = 16
+"""Spaces and line breaks between two parts of a document: a small model could write them for ever."""
 KINDS = ("json_schema", "regex", "choice", "grammar")
 _EVERY_TOKEN = '%llguidance {"no_forcing": true}\n'
 """Allows each token whose bytes fit, and not only the ones that a tokenizer would choose for them."""
+_OPTIONS, _FEW_SPACES = "x-guidance", {"whitespace_pattern": f"[ \\n\\r\\t]{{0,{MOST_SPACES}}}"}
 _PLACE = re.compile(r"^(at )?\d+\(\d+\): ")
 _SPECIAL = re.compile(r"[][\\.+*?()|{}^$#&~/-]")
 
@@ -60,10 +63,12 @@ def grammar_of(sampling: object) -> str:
         raise ConfigError(f"{_key(kind)} has {size} bytes: at most {MOST_BYTES} are read")
     if kind == "json_schema":
         try:
-            text = json.dumps(json.loads(text))
+            schema = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise ConfigError(f"{_key(kind)} is no JSON: {error}") from None
-        return f"{_EVERY_TOKEN}start: %json {text}"
+        if isinstance(schema, dict):
+            schema = {_OPTIONS: _FEW_SPACES} | schema
+        return f"{_EVERY_TOKEN}start: %json {json.dumps(schema)}"
     if kind == "grammar":
         return _EVERY_TOKEN + text
     return f"{_EVERY_TOKEN}start: /{_in_lark('|'.join(map(_literal, given)) if kind == 'choice' else text)}/"

@@ -307,11 +307,13 @@ def expected_hours(config: RunConfig, plan: Plan) -> float | None:
 
 def forecast(timed: Timing) -> Forecast:
     """The forecasts in `summary.json`: per token of whole completions, including prompts."""
-    speculative_s = timed.speculative_run_s
+    speculative_s, is_of_texts = timed.speculative_run_s, bool(timed.acceptance and timed.acceptance.is_of_texts)
     return Forecast(
         plain_ms_per_token=1e3 * timed.plain_run_s,
         speculative_ms_per_token=None if speculative_s is None else 1e3 * speculative_s,
         speedup=None if speculative_s is None else timed.plain_run_s / speculative_s,
+        tokens_per_round=timed.tokens_per_round if is_of_texts else None,
+        tokens_per_round_range=[*(timed.tokens_per_round_range or ())] if is_of_texts else [],
     )
 
 

@@ -6,6 +6,8 @@ from llama_ssp.rooms.acceptance.records import drafts_of
 from tests.helpers.composed import check_refused, compose_run
 
 BAD = {
+    "task=acceptance task.store=true weights=synthetic": "task.store has no effect with weights=synthetic",
+    "task=acceptance task.store=true model=local model.path=DIR draft=tiny-draft": "local names any folder: write an",
     "task=acceptance task.longest=0": "task.longest=0 must be 1 to 64",
     "task=acceptance task.drafts=[tiny-drafts]": "unknown name in task.drafts 'tiny-drafts'",
     "task=acceptance draft=none": "task=acceptance needs a draft: give draft=NAME, or drafts=[NAME,...]",

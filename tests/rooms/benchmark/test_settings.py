@@ -15,12 +15,9 @@ from tests.helpers.in_process import launch
 
 BAD = {
     "task=latency task.num_warmup=-1": "task.num_warmup=-1 must be 0 or more",
-    "task=latency task.store=true draft=none": "task.store has no effect without a draft: give one with draft=NAME",
-    "task=latency task.store=true model=local model.path=DIR draft=tiny-draft": "its models, and model=local",
     "task=benchmark task.batch_sizes=[]": "task.batch_sizes=[] must be a list of numbers of at least 1",
     "task=benchmark batch_size=2": "batch_size has no effect on task=benchmark: give task.batch_sizes",
     "task=benchmark task.prompt_tokens=[2048]": "1984 at most would fit",
-    "task=latency task.store=true speculation.forced_lengths=[1]": "needs an acceptance that is not measured: leave",
     "task=benchmark task.num_draft_tokens=[2,4] speculation.forced_lengths=[3]": "numbers from 0 to K, here 2",
 }
 
@@ -36,7 +33,7 @@ def test_a_problem_is_reported_before_anything_is_loaded(words: str, sentence: s
 OF_TASKS = {
     "task=latency num_warmup=2": "task.num_warmup",
     "num_warmup=2 task=latency": "task.num_warmup",
-    "task=latency latency.store=true": "task.store",
+    "task=latency latency.num_warmup=2": "task.num_warmup",
     "experiment=llama_2023 num_warmup=0": "task.num_warmup",
     "task=benchmark num_draft_tokens=[2,4]": "task.num_draft_tokens",
 }

@@ -28,7 +28,6 @@ BAD = {
     "weights=synthetic model=tiny draft=7B": "model=tiny has 4096 tokens, draft=7B 32000",
     "task=generate draft=none weights=synthetic model=smollm2_1.7B chat=true": "needs a chat template, and synthetic",
     "task=generate draft=none weights=synthetic model=llama3_8B max_new_tokens=2048": "the shipped model, which",
-    "task=latency task.store=true weights=synthetic": "task.store has no effect with weights=synthetic",
 }
 GOOD = [
     "weights=synthetic model=30B draft=7B synthetic.agreement=0.7",

@@ -23,6 +23,7 @@ from llama_ssp.planning.acceptance import (
     tree_tokens,
 )
 from llama_ssp.planning.plan import document, make_plan
+from llama_ssp.planning.spec import PlannedPair
 from llama_ssp.settings.trees import tree_shape
 from tests.helpers.own_conf import OwnConf
 from tests.helpers.planning import make_spec, times_of
@@ -45,8 +46,8 @@ def entry(acceptance: float, **others: float) -> dict[str, Any]:
 
 
 def keep(own_conf: OwnConf, *pairs: dict[str, Any]) -> None:
-    """Write pairs as a task does that has measured them."""
-    own_conf("measured_pairs.yaml", yaml.safe_dump({"pairs": [*pairs]}))
+    """Write a table of pairs."""
+    own_conf("pairs.yaml", yaml.safe_dump({"pairs": [*pairs]}))
     module.all_pairs.cache_clear()
 
 
@@ -57,7 +58,6 @@ def test_a_quantized_target_shares_the_figure_of_the_pair_with_its_source() -> N
 
 
 def test_acceptance_follows_a_line_between_temperatures_and_the_nearest_figure_beyond_them(own_conf: OwnConf) -> None:
-    own_conf("pairs.yaml", "pairs: []\n")
     keep(own_conf, entry(0.8, temperature=0.0), entry(0.6, low=0.1, high=0.99, temperature=1.0))
     found = {at: of_pair("7B", "tinyllama_1B", at) for at in (0.0, 0.4, 0.9, 8.0, None)}
     expected_at = {0.0: 0.8, 0.4: 0.72, 0.9: 0.62, 8.0: 0.0, None: 0.8}
@@ -87,16 +87,17 @@ def test_acceptance_and_its_ends_are_continuous_in_temperature(draft: str, own_c
         assert len(after) != len(before) or after == pytest.approx(before, abs=0.08)
 
 
-def test_what_a_user_wrote_comes_before_what_was_measured_and_both_before_the_package(own_conf: OwnConf) -> None:
+def test_what_a_user_wrote_comes_before_the_package_and_who_knows_a_pair_before_both(own_conf: OwnConf) -> None:
     keep(own_conf, entry(0.5) | {"target": "30B", "draft": "7B"})
     assert of_pair("30B", "7B").probability == 0.5
-    own_conf("pairs.yaml", "pairs: [{target: 30B, draft: 7B, acceptance: 0.4}]\n")
-    module.all_pairs.cache_clear()
-    assert of_pair("30B", "7B").probability == 0.4
+    known_by = [lambda _pair: None, lambda pair: module.Acceptance(probability=0.3, source=pair.rule)]
+    found = expected(PlannedPair("30B", "7B", 0.8, "block"), known_by)
+    assert (found.probability, found.source) == (0.3, "block")
+    assert expected(PlannedPair("30B", "7B", 0.8, "block"), known_by[:1]).probability == 0.5
 
 
 def test_a_pair_that_nobody_measured_has_the_default_which_the_table_bears_out(own_conf: OwnConf) -> None:
-    found: Any = expected("13B", "mine", temperature=0.8)
+    found: Any = expected(PlannedPair("13B", "mine", 0.8, "speculative"))
     assert (found.probability, found.ends, found.is_forecast) == (0.75, (0.5, 0.88), True)
     for room in ("heads", "copies", "tokenizers"):  # whose pairs are in the table
         need(room)
@@ -203,7 +204,6 @@ def test_a_figure_of_k_3_gives_the_published_tokens_of_k_7() -> None:
 
 
 def test_a_pair_with_positions_has_theirs_and_further_ones_decline(own_conf: OwnConf) -> None:
-    own_conf("pairs.yaml", "pairs: []\n")
     keep(own_conf, entry(0.7, temperature=0.8, low=0.35, high=0.77) | {"by_position": [0.8, 0.7, 0.6]})
     found = of_pair("7B", "tinyllama_1B")
     assert found.by_position(0.7, 5) == pytest.approx((0.8, 0.7, 0.6, 0.6 * DECLINE, 0.6 * DECLINE**2))

@@ -1,0 +1,196 @@
+"""Plans and runs that replay a trace: acceptance of each K and rule, refusals, and what fresh texts then do."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from llama_ssp.catalogue import load
+from llama_ssp.errors import ConfigError
+from llama_ssp.machines import hardware
+from llama_ssp.planning.plan import make_plan
+from llama_ssp.planning.spec import PlannedPair
+from llama_ssp.rooms.acceptance import known
+from llama_ssp.rooms.acceptance.records import stored_file
+from llama_ssp.rooms.acceptance.trace import OF_LAW, Trace, law_of
+from llama_ssp.run.commands import plan
+from llama_ssp.run.tuning import _expected_acceptance
+from llama_ssp.settings.schema import SamplingConfig
+from llama_ssp.weights import hub
+from llama_ssp.weights.hashes import fingerprint
+from tests.helpers.composed import compose_run
+from tests.helpers.in_process import call, launch, planned
+from tests.helpers.own_conf import OwnConf
+from tests.helpers.planning import make_spec
+
+PLAN = ("plan", "model=tiny", "draft=tiny-draft", "hardware=laptop_cpu")
+
+
+def made(folder: Path, *, num_texts: int = 40, length: int = 33, ratio: float = -0.3, **law: object) -> Path:
+    """A trace of texts whose tokens all have one ratio of draft to target."""
+    num_tokens = num_texts * length
+    generator = np.random.default_rng(1)
+    log_p = generator.uniform(-2, 0, num_tokens).astype(np.float32)
+
+    def files(name: str) -> dict[str, str]:
+        return fingerprint(hub.resolve(load(name)))
+
+    about = {
+        "version": 1, "longest": 8, "laws": [law_of(SamplingConfig()) | law],
+        "target": {"name": "tiny", "files": files("tiny")},
+        "drafts": {"tiny-draft": {"files": files("tiny-draft"), "is_certain": False, "width": 1}},
+    }  # fmt: skip
+    texts = np.arange(num_texts)
+    arrays = {
+        "text_index": texts, "text_sample": 0 * texts, "text_law": 0 * texts, "text_length": 0 * texts + length,
+        "text_category": np.array([""] * num_texts), "token_id": np.zeros(num_tokens, dtype=np.int32),
+        "log_p": log_p, "expected_log_p": log_p, "variance_log_p": np.ones_like(log_p),
+        "tiny-draft/log_q": (log_p + ratio)[:, None], "tiny-draft/log_race": np.full((num_tokens, 1), 2 * ratio),
+    }  # fmt: skip
+    folder.mkdir()
+    (folder / "acceptance.npz").write_bytes(Trace(about, arrays).to_bytes())
+    return folder
+
+
+def tokens(acceptance: float, number: int) -> float:
+    return sum(acceptance**power for power in range(number + 1))
+
+
+@pytest.mark.parametrize(("rule", "ratio"), [("speculative", -0.3), ("block", -0.3), ("coupled", -0.6)])
+def test_a_plan_has_the_tokens_per_round_of_every_length_and_rule(tmp_path: Path, rule: str, ratio: float) -> None:
+    folder = made(tmp_path / "trace")
+    words = [*PLAN[1:], f"trace={folder}", f"verification={rule}"]
+    timed = planned(*words, "speculation.num_draft_tokens=3")["time"]
+    assert timed["tokens_per_round"] == pytest.approx(tokens(np.exp(ratio), 3), rel=1e-4)
+    assert timed["acceptance"] == pytest.approx(np.exp(ratio), abs=1e-3)
+    assert (timed["acceptance_is_forecast"], "trace=" in timed["acceptance_source"]) == (False, True)
+    longer = planned(*words, "speculation.num_draft_tokens=6")["time"]
+    assert longer["tokens_per_round"] == pytest.approx(tokens(np.exp(ratio), 6), rel=1e-4)
+    by_k = timed["speculative_ms_per_token_by_k"]
+    assert timed["best_num_draft_tokens"] == 1 + int(np.argmin(by_k))
+
+
+def test_a_search_and_a_run_that_chooses_ask_the_trace(tmp_path: Path) -> None:
+    folder = made(tmp_path / "trace", ratio=-2.0)
+    words = ("task=generate", "prompt=x", f"trace={folder}", "speculation.num_draft_tokens=auto")
+    config, _ = compose_run(*words)
+    assert _expected_acceptance(config) == pytest.approx([np.exp(-2.0)], abs=1e-3)
+    ended = call(plan.main, [*PLAN[1:], f"trace={folder}", "search=true"])
+    assert ended.code == 0, ended.err
+    without, _ = compose_run(*words[:2], words[3])
+    assert _expected_acceptance(without)[0] > 0.5
+
+
+def test_a_trace_of_something_else_is_refused(tmp_path: Path) -> None:
+    folder, other = made(tmp_path / "trace"), made(tmp_path / "other", temperature=1.0)
+    content = Trace.read(folder, asked="")
+
+    def refused(*words: str) -> str:
+        ended = call(plan.main, [*PLAN[1:], *words])
+        assert (ended.code, ended.err.count("\n")) == (2, 1), ended.err
+        return ended.err
+
+    assert "has no acceptance.npz" in refused(f"trace={tmp_path}")
+    assert "texts of temperature 1, and texts of one law say nothing of temperature 0.8" in refused(f"trace={other}")
+    assert "has texts of model=tiny" in refused(f"trace={folder}", "model=7B", "draft=tinyllama_1B")
+    assert "has no draft=tiny-eagle: it has tiny-draft" in refused(f"trace={folder}", "draft=tiny-eagle")
+    assert "say nothing of top_k=5" in refused(f"trace={folder}", "sampling.top_k=5")
+    about = dict(content.about) | {"target": {"name": "tiny", "files": {"config.json": "0"}}}
+    (folder / "acceptance.npz").write_bytes(Trace(about, content.arrays).to_bytes())
+    assert "was read with other files than the folder of tiny has" in refused(f"trace={folder}")
+    (folder / "acceptance.npz").write_bytes(b"PK nothing")
+    assert "is no trace of task=acceptance" in refused(f"trace={folder}")
+
+
+def test_another_pair_of_a_search_is_not_in_the_trace(tmp_path: Path) -> None:
+    config, _ = compose_run("task=generate", "prompt=x", f"trace={made(tmp_path / 'trace')}")
+    find = known.of_run(config)
+    assert find(PlannedPair("tiny", "tiny-draft", 0.8, "speculative"))
+    assert find(PlannedPair("tiny", "other", 0.8, "speculative")) is None
+    assert find(PlannedPair("other", "tiny-draft", 0.8, "speculative")) is None
+    assert {"temperature", "top_k"} <= {*OF_LAW}
+
+
+def test_a_run_shows_what_its_trace_promised(tmp_path: Path) -> None:
+    words = ("device=cpu", "max_new_tokens=24", "num_samples=3", "batch_size=8")
+    launch("task=acceptance", "quiet=true", *words, f"run_dir={tmp_path}/read").well()
+    ended = launch(
+        "task=latency", "task.num_warmup=0", *words, f"trace={tmp_path}/read", f"run_dir={tmp_path}/run"
+    ).well()
+    forecast = ended.summary["forecast"]
+    low, high = forecast["tokens_per_round_range"]
+    assert low < forecast["tokens_per_round"] < high
+    said = f"by the trace {forecast['tokens_per_round']:.2f} ({low:.2f} to {high:.2f})"
+    assert said in ended.out
+    ended = launch("task=generate", "prompt=x", *words, f"run_dir={tmp_path}/other").well()
+    assert ended.summary["forecast"]["tokens_per_round"] is None
+
+
+def test_a_plan_without_a_trace_imports_nothing_for_one() -> None:
+    words = ["model=tiny", "draft=tiny-draft", "hardware=laptop_cpu", "format=json"]
+    code = f"import sys; from llama_ssp.run.commands import plan; plan.main({words}); print('numpy' in sys.modules)"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ended.stdout.splitlines()[-1] == "False"
+
+
+def test_what_a_reading_stores_plans_of_the_pair_take(own_conf: OwnConf, tmp_path: Path) -> None:
+    """Not those of another temperature, rule that it does not know, draft or files."""
+    own_conf("pairs.yaml", "pairs: []\n")
+    words = ("task=acceptance", "quiet=true", "device=cpu", "max_new_tokens=16", "batch_size=8", "num_samples=2")
+    ended = launch(*words, "task.store=true", f"run_dir={tmp_path}/run").well()
+    file = stored_file("tiny", "tiny-draft")
+    assert f"stored in {file}: plans of tiny with tiny-draft now take it" in ended.err
+    assert file.read_bytes() == (tmp_path / "run" / "acceptance.npz").read_bytes()
+    (row,) = [row for row in ended.summary["cells"] if (row["rule"], row["num_draft_tokens"]) == ("block", 4)]
+    timed = planned(*PLAN[1:], "verification=block")["time"]
+    assert timed["acceptance_source"].endswith("4 prompts, temperature 0.8, block")
+    assert timed["tokens_per_round"] == pytest.approx(1 + sum(row["by_position"]), rel=1e-6)
+    for other in ("sampling.temperature=1.0", "sampling.top_k=9", "draft=tiny-eagle"):
+        assert "traces" not in planned(*PLAN[1:], other)["time"]["acceptance_source"]
+    trace = Trace.read(file, asked="")
+    changed = dict(trace.about) | {"target": {"name": "tiny", "files": {}}}
+    trace.about["drafts"]["tiny-draft"]["files"]["config.json"] = "0"
+    file.write_bytes(Trace(changed, trace.arrays).to_bytes())
+    assert "traces" not in planned(*PLAN[1:])["time"]["acceptance_source"]
+
+
+def test_a_plan_of_a_pair_that_nobody_measured_says_how_to_measure_it() -> None:
+    spec = make_spec("llama3_70B", "llama3_1B", num_ranks=8, acceptance=None)
+    notes = "\n".join(make_plan(spec, hardware.load("8xa100_80gb")).notes)
+    assert "llama-ssp run task=acceptance task.store=true model=llama3_70B draft=llama3_1B" in notes
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> list[Path]:
+    """Two files of prompts of one kind: pieces of the package."""
+    generator, files = np.random.default_rng(2), sorted((Path(known.__file__).parents[2]).rglob("*.py"))
+    texts = [file.read_text() for file in files if file.stat().st_size > 600]
+    found = []
+    for name in ("one", "two"):
+        chosen = generator.permutation(len(texts))[:60]
+        pieces = [texts[number][int(generator.integers(len(texts[number]) - 400)) :][:120] for number in chosen]
+        found.append(tmp_path / f"{name}.txt")
+        found[-1].write_text("\n".join(piece.replace("\n", " ") for piece in pieces) + "\n")
+    return found
+
+
+@pytest.mark.heavy
+def test_fresh_prompts_of_one_kind_have_the_tokens_per_round_that_were_read(
+    prompts: list[Path], tmp_path: Path
+) -> None:
+    """Within 6 %, and the intervals of the two readings meet."""
+    words = ("task=acceptance", "quiet=true", "device=cpu", "max_new_tokens=48", "batch_size=30", "task.longest=4")
+    rows = [
+        launch(*words, f"prompts={file}", f"run_dir={tmp_path}/{file.stem}").well().summary["cells"] for file in prompts
+    ]
+    for one, two in zip(*rows, strict=True):
+        assert one["tokens_per_round"] == pytest.approx(two["tokens_per_round"], rel=0.06)
+        assert one["low"] < two["high"]
+        assert two["low"] < one["high"]
+
+
+def test_a_refusal_names_what_was_given() -> None:
+    with pytest.raises(ConfigError, match=r"trace=nowhere has no acceptance.npz: give the folder of a finished run"):
+        Trace.read(Path("nowhere"), asked="trace=nowhere")
