@@ -121,13 +121,19 @@ def _kinds_of(function: Callable[..., object]) -> dict[str, tuple[object, ...]]:
     return {name: get_args(hint) or (hint,) for name, hint in hints.items()}
 
 
+@cache
+def _all_readers() -> dict[str, Any]:
+    """Readers of arguments by their names, with those of rooms."""
+    return {name: reader for more in MORE.all().values() for name, reader in more.readers.items()} | _READERS
+
+
 def check_types(function: Callable[..., object], given: Mapping[str, object]) -> dict[str, Any]:
     """Read the arguments of a function, numbers as Python's own; arguments of types not in `_KINDS` stay as they are.
 
     Raises ConfigError for all of a wrong type together.
     """
     values, problems, known = {**given}, [], _kinds_of(function)
-    readers = {name: reader for more in MORE.all().values() for name, reader in more.readers.items()} | _READERS
+    readers = _all_readers()
     for name, value in given.items():
         kinds = known.get(name, (None,))
         if name in readers:

@@ -293,12 +293,13 @@ def build_decoder(
         rule, comm=mesh.replica, verify_rank=mesh.layout.verify_rank, device=device, split=split,
         forced=ForcedLengths(lengths, device) if lengths else None,
     )  # fmt: skip
+    has_masks = bool(config.sampling.by_row or constraint_asked(config.sampling))
     if drafters and isinstance(drafters[0], AheadDrafter):
         round_: Round = OverlappedRound(models.target, drafters[0], verifier=verifier, limit=limit)
     else:
         round_ = Round(
             models.target, *drafters, verifier=verifier, taps=taps, tree=tree, limit=limit,
-            has_masks=bool(config.sampling.by_row or constraint_asked(config.sampling)),
+            has_masks=has_masks,
         )  # fmt: skip
     vocabulary = models.request_maker.vocabulary
     constraint_of(config.sampling, vocabulary)  # refused before any text begins
@@ -313,7 +314,9 @@ def build_decoder(
         eos_ids=() if config.ignore_eos else models.eos_ids,
         reuse=models.reuse,
         threads=operators.made("threads", device.type, torch.get_num_threads()) if is_free else None,
-        constrain=lambda request: constraint_of(request.sampling or config.sampling, vocabulary),
+        constrain=(lambda request: constraint_of(request.sampling or config.sampling, vocabulary))
+        if has_masks
+        else None,
     )
 
 

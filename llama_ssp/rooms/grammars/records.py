@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -108,7 +108,7 @@ def _in_lark(regex: str) -> str:
     return f"(?s:{regex_to_lark(regex, '')})".replace("\n", r"\n")
 
 
-@cache
+@lru_cache(maxsize=64)
 def _refused(grammar: str) -> str:
     from llguidance import LLMatcher  # noqa: PLC0415 - of an extra
 

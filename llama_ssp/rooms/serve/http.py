@@ -22,7 +22,7 @@ from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -39,6 +39,11 @@ from llama_ssp.rooms.serve.service import Service, check_layout
 from llama_ssp.run.requests import PromptRequest
 from llama_ssp.run.session import Session
 
+_PAGE = ("index.html", "page.css", "page.js")
+_OWN_ALONE = {"content-security-policy": "default-src 'self'; frame-ancestors 'none'", "cache-control": "no-cache"}
+"""Headers of the page, which loads nothing from elsewhere."""
+_OPEN = {"/health", "/favicon.ico", "/", *(f"/{name}" for name in _PAGE)}
+"""Paths that need no key."""
 _MOST_BYTES, _READ_S, _CLOSE_S, _MOST_OPEN = 8 << 20, 30.0, 5.0, 1024
 
 
@@ -82,11 +87,13 @@ class Front:
             Route("/v1/responses", self._respond, methods=["POST"]),
             Route("/tokenize", self._tokenize, methods=["POST"]),
             Route("/detokenize", self._detokenize, methods=["POST"]),
+            *(Route(f"/{'' if name == _PAGE[0] else name}", _file_of(name)) for name in _PAGE if self._task.page),
+            Route("/favicon.ico", lambda _: Response(status_code=204)),
             Route("/health", self._health), Route("/metrics", self._count),
         ]  # fmt: skip
         app = Starlette(
             routes=routes, middleware=[*([cors] if allowed else []), Middleware(_WithKey, key=_key_of(self._task))],
-            exception_handlers=dict.fromkeys((RequestError, ClientDisconnect, 404, 405, Exception), _refused),
+            exception_handlers=dict.fromkeys((RequestError, ClientDisconnect, 404, 405, Exception), self._refuse),
         )  # fmt: skip
         server = uvicorn.Config(
             app, log_config=None, access_log=False, server_header=False, limit_concurrency=_MOST_OPEN,
@@ -128,6 +135,16 @@ class Front:
         for connection, *_ in idle & self._idle:
             connection.transport.abort()
         self._idle = idle
+
+    async def _refuse(self, _request: Request, error: Exception) -> Response:
+        if isinstance(error, ClientDisconnect):
+            return Response(status_code=499)
+        if not isinstance(error, RequestError):
+            reason, status = getattr(error, "detail", "the server failed"), getattr(error, "status_code", 500)
+            headers, error = getattr(error, "headers", None), RequestError(reason, status=status)
+        else:
+            headers = {"retry-after": str(self._metrics.retry_s())} if error.status in {429, 503} else None
+        return _Json(error.body(), error.status, headers)
 
     async def _health(self, _request: Request) -> Response:
         return _Json({"status": "ok"})
@@ -182,11 +199,7 @@ class Front:
             with suppress(RuntimeError):  # the loop has been closed
                 loop.call_soon_threadsafe(parts.put_nowait, (asked.answers[place], part))
 
-        try:
-            numbers = self._inbox.put(asked.completions, take, client=_client_of(request))
-        except RequestError as error:
-            error.retry_s = self._metrics.retry_s()
-            raise
+        numbers = self._inbox.put(asked.completions, take, client=_client_of(request))
         pieces = self._pieces(parts, len(numbers), arrived_s)
         if asked.streams:
             body_of = self._streamed(events(pieces), numbers)
@@ -238,13 +251,18 @@ async def _events(asked: Asked, pieces: AsyncIterator[tuple[Answer, str]]) -> As
     """Yield an answer as server-sent events."""
     try:
         async for answer, text in pieces:
-            if text or answer.last:
+            if text or answer.last or asked.shows_rounds:
                 yield _event(asked.message(asked.choice(answer, text), counts=asked.counts_each))
         if asked.counts_usage:
             yield _event(asked.message(counts=True))
         yield b"data: [DONE]\n\n"
     except RequestError as error:
         yield _event(error.body())
+
+
+def _file_of(name: str) -> Callable[[Request], Response]:
+    """An answer with a file of the page."""
+    return lambda _: FileResponse(Path(__file__).with_name("web") / name, headers=_OWN_ALONE)
 
 
 def _client_of(request: Request) -> str:
@@ -270,7 +288,7 @@ class _Json(JSONResponse):
 
 
 class _WithKey:
-    """Lets requests with the key pass, and requests for /health; all if there is no key."""
+    """Lets requests with the key pass, and requests for paths that are open; all if there is no key."""
 
     def __init__(self, app: ASGIApp, *, key: bytes | None) -> None:
         self._app, self._key = app, key
@@ -278,7 +296,7 @@ class _WithKey:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scheme, _, given = dict(scope.get("headers", ())).get(b"authorization", b"").partition(b" ")
         has_key = scheme.lower() == b"bearer" and self._key is not None and hmac.compare_digest(given, self._key)
-        if self._key is None or scope.get("path") == "/health" or has_key:
+        if self._key is None or scope.get("path") in _OPEN or has_key:
             await self._app(scope, receive, send)
         else:
             error = RequestError("the key is missing or wrong: send it as Authorization: Bearer KEY", status=401)
@@ -301,17 +319,6 @@ async def _body_of(request: Request) -> object:
     except (ValueError, RecursionError) as error:
         reason = "too deep" if isinstance(error, RecursionError) else str(error)[:100]
         raise RequestError(f"the body is not JSON: {reason}") from None
-
-
-async def _refused(_request: Request, error: Exception) -> Response:
-    if isinstance(error, ClientDisconnect):
-        return Response(status_code=499)
-    if not isinstance(error, RequestError):
-        reason, status = getattr(error, "detail", "the server failed"), getattr(error, "status_code", 500)
-        headers, error = getattr(error, "headers", None), RequestError(reason, status=status)
-    else:
-        headers = {"retry-after": str(error.retry_s)} if error.status in {429, 503} else None
-    return _Json(error.body(), error.status, headers)
 
 
 def _event(content: dict[str, object]) -> bytes:

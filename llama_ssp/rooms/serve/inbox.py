@@ -58,6 +58,7 @@ class Part(NamedTuple):
     """New tokens of a completion, and at its end a reason.
 
     Attributes:
+        num_drafted, rejected_ids: of their round; see `Update`.
         accepted_lengths, examined_lengths: at the end, drafted tokens of each round that became text and that the
             target examined.
         logprobs: at the end, if asked for, under the model; of the prompt's tokens too if asked for.
@@ -66,6 +67,8 @@ class Part(NamedTuple):
 
     new_ids: Sequence[int] = ()
     finish_reason: str | None = None
+    num_drafted: int = 0
+    rejected_ids: Sequence[int] = ()
     accepted_lengths: Sequence[int] = ()
     examined_lengths: Sequence[int] = ()
     logprobs: list[TokenLogprob] | None = None
@@ -87,11 +90,11 @@ ENDED = "shutdown"
 
 
 class RequestError(Exception):
-    """A request that is refused; `param` names its field, and one that may come again does so after `retry_s`."""
+    """A request that is refused; `param` names its field."""
 
     def __init__(self, message: str, *, param: str | None = None, status: int = 400, code: str | None = None) -> None:
         super().__init__(message)
-        self.message, self.param, self.status, self.code, self.retry_s = message, param, status, code, 1
+        self.message, self.param, self.status, self.code = message, param, status, code
 
     @classmethod
     def ending(cls) -> "RequestError":

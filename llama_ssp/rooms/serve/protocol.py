@@ -42,7 +42,7 @@ _OF_BOTH = _SAMPLING | {
     "model": _TEXT, "n": _WHOLE, "seed": _WHOLE, "stop": "a text or a list of texts", "stream": _FLAG,
     "stream_options": _OBJECT, "ignore_eos": _FLAG, "max_tokens": _WHOLE, "min_tokens": _WHOLE,
     "stop_token_ids": "a list of token ids", "include_stop_str_in_output": _FLAG, "speculative": _FLAG,
-    "num_draft_tokens": _WHOLE, "return_accepted_lengths": _FLAG,
+    "num_draft_tokens": _WHOLE, "return_accepted_lengths": _FLAG, "return_rounds": _FLAG,
 }  # fmt: skip
 _OF_TEXTS = _OF_BOTH | {"prompt": "a text, token ids, or a list of these", "echo": _FLAG, "logprobs": _WHOLE}
 _OF_CHATS = _OF_BOTH | {
@@ -92,6 +92,7 @@ class Asked:
             Answer(completion, tokenizer, index, is_chat=is_chat) for index, completion in enumerate(completions)
         ]
         self._shows_lengths = bool(given.get("return_accepted_lengths"))
+        self.shows_rounds = self.streams and bool(given.get("return_rounds"))
 
     def message(self, *choices: dict[str, object], counts: bool = False) -> dict[str, object]:
         """A message to the client; `counts` adds the tokens of all answers."""
@@ -103,10 +104,13 @@ class Asked:
         return self.message(*(self.choice(answer) for answer in self.answers), counts=True)
 
     def choice(self, answer: "Answer", piece: str | None = None) -> dict[str, object]:
-        """The choice of an answer, or of its next piece, with what else was asked for at its end."""
-        if not (self._shows_lengths and answer.last):
-            return answer.choice(piece)
-        return answer.choice(piece) | {"accepted_lengths": [*answer.last.accepted_lengths]}
+        """The choice of an answer, or of its next piece, with what else was asked for."""
+        choice = answer.choice(piece)
+        if self.shows_rounds:
+            choice["round"] = answer.round
+        if self._shows_lengths and answer.last:
+            choice["accepted_lengths"] = [*answer.last.accepted_lengths]
+        return choice
 
     def usage(self) -> dict[str, object]:
         """The tokens of all answers; drafted ones that the target accepted and rejected, as OpenAI calls them."""
@@ -387,7 +391,7 @@ class Answer:
         self._is_scored, self._echoes = request.num_top is not None, request.scores_prompt
         self._text, self._held, self._whole = IncrementalText(tokenizer, self.prompt_ids), "", ""
         self._lead = TextAfter(tokenizer, ()).decode(self.prompt_ids) if self._echoes else ""
-        self._has_begun = False
+        self._has_begun, self._newest = False, Part()
         self.token_ids: list[int] = []
         self.last: Part | None = None
 
@@ -398,6 +402,7 @@ class Answer:
 
     def push(self, part: Part) -> str:
         """Take a part; returns the new text that can no longer become part of a stop string."""
+        self._newest = part
         self.token_ids += part.new_ids
         is_stopped = part.finish_reason == "stop" and part.new_ids and part.new_ids[-1] in self._stop_ids
         shown = part.new_ids[:-1] if is_stopped and not self._shows_stop else part.new_ids
@@ -416,6 +421,25 @@ class Answer:
         new, self._held, self._lead = self._lead + held[:end], held[end:], ""
         self._whole += new
         return new
+
+    @property
+    def round(self) -> dict[str, object]:
+        """The newest round: texts of its tokens, how many of them were drafted, and of the rejected ones."""
+        new_ids, num_before = self._newest.new_ids, len(self.token_ids) - len(self._newest.new_ids)
+        before = [*self.prompt_ids, *self.token_ids[:num_before]]
+
+        def texts(lead: Sequence[int], ids: Sequence[int]) -> list[str]:
+            known = [*before, *lead]
+            return [
+                TextAfter(self._tokenizer, [*known, *ids[:place]][-_CONTEXT:]).decode([token])
+                for place, token in enumerate(ids)
+            ]
+
+        lead = new_ids[: self._newest.num_drafted]
+        return {
+            "tokens": texts((), new_ids), "num_drafted": self._newest.num_drafted,
+            "rejected": texts(lead, self._newest.rejected_ids),
+        }  # fmt: skip
 
     def choice(self, piece: str | None = None) -> dict[str, object]:
         """Its choice of a whole answer, or the next piece of it."""

@@ -50,6 +50,7 @@ class ServeConfig(TaskConfig):
     allow_origin: str | None = setting(
         None, "web pages of this origin may call the server, such as http://localhost:3000."
     )
+    page: bool = setting(True, "a page for people at /, which shows a text round by round.")
     model_names: list[str] = made(list, "further names of the model that requests may give.")
     max_length: int | None = setting(
         None, f"most tokens of prompt and completion together; null takes the context, up to {MOST_TOKENS}."

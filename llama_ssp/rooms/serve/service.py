@@ -70,9 +70,9 @@ class Service:
     def _take(self, update: Update) -> None:
         """Pass new tokens on; a completion whose scores are wanted ends with them."""
         done, request = update.completion, cast("ServedRequest", update.completion.request)
-        part = Part(update.new_ids)
+        part = Part(update.new_ids, done.finish_reason, update.num_drafted, update.rejected_ids)
         if done.finish_reason:
-            part = Part(update.new_ids, done.finish_reason, done.accepted_lengths, done.examined_lengths)
+            part = part._replace(accepted_lengths=done.accepted_lengths, examined_lengths=done.examined_lengths)
             if request.num_top is not None:
                 self._unscored.append((request.text(done.token_ids), request, part))
                 return

@@ -109,7 +109,7 @@ class Decoder:
         executor: Executor | None = None,
         length: FixedLength | None = None,
         threads: Threads | None = None,
-        constrain: Callable[[Request], Constraint | None] = lambda _request: None,
+        constrain: Callable[[Request], Constraint | None] | None = None,
     ) -> None:
         self.round, self.settings, self.batch_size = round_, settings, batch_size
         self.reuses_any_length, self.constrain = reuse.any_length, constrain
@@ -236,25 +236,16 @@ class Decoding:
                     and self._take_turn()
                 )
                 if was_round:
-                    assert self._state, "a round has rows"
-                    if not all(self.rows.owners):
-                        self.space.held.forget(self.rows.free)
-                    for row, length in self.rows.reserved.items():  # rounds write after the text there
-                        self._state.vacate(row, length=length)
-                    choice = self._choose()
-                    bucket = self._bucket(choice)
-                    result, in_flight = self.round.step(
-                        decoder.executor, self._state, in_flight, choice=choice, bucket=bucket, clock=decoder.clock,
-                        constraints=_constraints_of(self.rows.owners),
-                    )  # fmt: skip
-                    self._pending.append(Launched.of(result, [*self.rows.owners], choice, is_prefill=False))
+                    choice, bucket, in_flight = self._launch(in_flight)
                 running, launched = self.rows.decoding, time.perf_counter()
                 if self._reading:
                     running.append(self._reading.owner)
                 reads_prompts = bool(self._pending) and self._pending[0].is_prefill
                 # Masks need the whole text before them.
-                lag = 0 if _constraints_of(self.rows.owners) else decoder.lag
-                updates = [update for _ in range(len(self._pending) - lag) for update in self._collect()]
+                lag = 0 if self.round.masks and self._constraints_of(self.rows.owners) else decoder.lag
+                updates = list[Update]()
+                while len(self._pending) > lag:
+                    updates += self._collect()
                 ended = time.perf_counter()
                 # A GPU still reads prompts when the round after them has been launched.
                 round_s = (launched if reads_prompts else ended) - started if was_round else None
@@ -268,6 +259,22 @@ class Decoding:
                 share_time(running, ended - started, by_part)
                 if updates:
                     yield updates
+
+    def _launch(self, in_flight: Law) -> tuple[DraftChoice, int, Law]:
+        """Launch a round; returns what it drafts, the slots that it reads, and the law of tokens in flight after it."""
+        assert self._state, "a round has rows"
+        if not all(self.rows.owners):
+            self.space.held.forget(self.rows.free)
+        for row, length in self.rows.reserved.items():  # rounds write after the text there
+            self._state.vacate(row, length=length)
+        choice = self._choose()
+        bucket = self._bucket(choice)
+        result, in_flight = self.round.step(
+            self.decoder.executor, self._state, in_flight, choice=choice, bucket=bucket, clock=self.decoder.clock,
+            constraints=self._constraints_of(self.rows.owners) if self.round.masks else (),
+        )  # fmt: skip
+        self._pending.append(Launched.of(result, [*self.rows.owners], choice, is_prefill=False))
+        return choice, bucket, in_flight
 
     @property
     def is_idle(self) -> bool:
@@ -479,10 +486,11 @@ class Decoding:
         else:
             places = [PromptRow(row, Held(), Held()) for row in free[: len(requests)]]
         forwards = forwards_per_prompt(self.round.target, [len(request.prompt_ids) for request in requests])
+        constrain = self.decoder.constrain
         return places, [
             RowCompletion(
                 request=request, num_target_forwards=number, num_reused_tokens=place.target.num_tokens,
-                has_bonus=self.round.has_bonus, constraint=self.decoder.constrain(request),
+                has_bonus=self.round.has_bonus, constraint=constrain(request) if constrain else None,
                 stop_watch=stops.watch(request.prompt_ids) if (stops := request.stops or self.settings.stops) else None,
             )
             for place, request, number in zip(places, requests, forwards, strict=True)
@@ -508,7 +516,7 @@ class Decoding:
             deliver=lambda result: self._pending.append(
                 Launched.of(result, [*owners], DraftChoice(0), is_prefill=True)
             ),
-            constraints=_constraints_of(owners),
+            constraints=self._constraints_of(owners) if self.round.masks else (),
         )  # fmt: skip
         if late and self.settings.reuses:
             self.space.held.forget_drafts(rows)
@@ -522,7 +530,7 @@ class Decoding:
         """Cache slots that the next round reads if it drafts by `choice`."""
         lengths = [len(owner.request.prompt_ids) + len(owner.token_ids) for owner in self.rows.owners if owner]
         known = max([*lengths, *self.rows.reserved.values()])
-        unread = sum([pending.choice.num_tokens + 1 for pending in self._pending])
+        unread = sum([pending.choice.num_tokens + 1 for pending in self._pending]) if self._pending else 0
         return self.space.buckets.covering(known + unread + choice.num_tokens + 1 + self.round.num_ahead)
 
     def _collect(self) -> list[Update]:
@@ -565,7 +573,8 @@ class Decoding:
             row = self._free(owner, reason or "length", in_draft=num_new <= num_chosen_by_draft)
             if self.settings.reuses and not self.round.tree and self.decoder.reuses_any_length:
                 self.space.held.extend(row, owner.token_ids[:-1])  # the cache lacks the last one
-        return Update(owner, new_ids, num_drafted)
+        num_rejected = 0 if reason else max((num_examined or 0) - result.num_accepted, 0)
+        return Update(owner, new_ids, num_drafted, result.rejected_ids[:num_rejected])
 
     def _outgrew(self, owner: RowCompletion, choice: DraftChoice, *, num_ahead: int = 0) -> bool:
         """Whether a row's known tokens and its tokens in flight are more than a round drafts for."""
@@ -578,6 +587,11 @@ class Decoding:
             return 0
         number, most = num_drafted if owner.has_bonus else owner.num_ahead + 1, owner.request.num_draft_tokens
         return number if most is None else min(number, most)
+
+    def _constraints_of(self, owners: Sequence[RowCompletion | None]) -> list[Constraint | None]:
+        """The constraints of rows; empty if none has one."""
+        found = [owner.constraint if owner else None for owner in owners]
+        return found if any(found) else []
 
     def _up_to_end(self, owner: RowCompletion, ids: list[int]) -> tuple[list[int], FinishReason | None]:
         """Cut what follows the first end-of-sequence token or completed stop, also inside a draft."""
@@ -607,9 +621,3 @@ class Decoding:
             if (stops and constraint.may_end) or (constraint.is_over and not self.decoder.eos_ids):
                 return ids[:number], "stop"
         return ids, None
-
-
-def _constraints_of(owners: Sequence[RowCompletion | None]) -> list[Constraint | None]:
-    """The constraints of rows; empty if none has one."""
-    found = [owner.constraint if owner else None for owner in owners]
-    return found if any(found) else []

@@ -13,11 +13,16 @@ from llama_ssp.speculate.engine.verifier import EMPTY, GOES_ON, NEWS, NOT_A_NUMB
 
 
 class Update(NamedTuple):
-    """New tokens of one completion; the first `num_drafted` were drafted, the target chose the rest."""
+    """New tokens of one completion; the first `num_drafted` were drafted, the target chose the rest.
+
+    Attributes:
+        rejected_ids: drafted tokens in whose place the target chose the last new one, and those after them.
+    """
 
     completion: RowCompletion
     new_ids: list[int]
     num_drafted: int
+    rejected_ids: list[int]
 
 
 class RowResult(NamedTuple):
@@ -26,6 +31,7 @@ class RowResult(NamedTuple):
     Attributes:
         num_drafted, num_accepted: of its drafted tokens.
         ids: the accepted ones and the next one.
+        rejected_ids: the drafted ones of a chain that are not accepted.
         goes_on: the next one was drafted too, and later drafted tokens are in flight.
         error: why no next token can be drawn; None if it is.
     """
@@ -33,6 +39,7 @@ class RowResult(NamedTuple):
     num_drafted: int
     num_accepted: int
     ids: list[int]
+    rejected_ids: list[int]
     goes_on: bool
     error: str | None
 
@@ -63,14 +70,15 @@ class Launched(NamedTuple):
         cls, result: Tensor, owners: list[RowCompletion | None], choice: DraftChoice, *, is_prefill: bool
     ) -> "Launched":
         """Begin to copy a result to the host."""
-        return cls(Arriving.of(result), owners, choice, is_prefill)
+        return cls(Arriving.of(result) if result.is_cuda else Arriving(result), owners, choice, is_prefill)
 
     def read(self, comm: Comm) -> RoundResult:
         """Wait for the result, and read it."""
+        values = self.result.read(comm) if self.result.passed else self.result.values
         found, announced = list[RowResult](), 0
-        for *drafted, num_accepted, next_id, flags in self.result.read(comm).tolist():
+        for *drafted, num_accepted, next_id, flags in values.tolist():
             announced |= flags
-            ids = [*drafted[:num_accepted], next_id]
+            ids, goes_on = [*drafted[:num_accepted], next_id], bool(flags & GOES_ON)
             error = NOTHING_ALLOWED if flags & EMPTY else LOGITS_ARE_NAN if flags & NOT_A_NUMBER else None
-            found.append(RowResult(len(drafted), num_accepted, ids, bool(flags & GOES_ON), error))
+            found.append(RowResult(len(drafted), num_accepted, ids, drafted[num_accepted:], goes_on, error))
         return RoundResult(found, bool(announced & STOP_REQUESTED), bool(announced & NEWS))

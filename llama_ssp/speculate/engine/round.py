@@ -138,6 +138,7 @@ class Round:
         self.masks = TokenMasks(self.max_tokens_per_round, target.vocab_size, target.device) if has_masks else None
         self.last_and_drafted_W = torch.arange(-1, num_draft_tokens, device=target.device)
         self.uniforms = UniformTable(num_draft_tokens, target.device)
+        self._parts = [part for part in (target, taps, self.masks, *drafters) if part is not None]
         self._inputs_4M = torch.zeros(4, SHORT_PROMPTS[-1], dtype=torch.int64, device=target.device)
         if self.tree:
             self._nodes = TreeTables(num_draft_tokens, target.device)
@@ -360,8 +361,7 @@ class Round:
     @property
     def num_allocations(self) -> tuple[int, ...]:
         """Number of times that each part has replaced what its stages read."""
-        parts = [part for part in (self.target, self.taps, self.masks, *self.drafters) if part]
-        return (*[part.num_allocations for part in parts],)
+        return tuple([part.num_allocations for part in self._parts])
 
     @property
     def reads_by_length(self) -> bool:
@@ -423,7 +423,7 @@ class Round:
             read_by_drafters()
         context = prompts.rows.before(prompts.lengths_B[:, None] - 1) if self.verifier.needs_context else None
         plain_R1P = self.uniforms.split(prompts.uniforms()).plain_BTP
-        bits_R1X = first_masks(constraints, self.target.vocab_size, self.target.device)
+        bits_R1X = first_masks(constraints, self.target.vocab_size, self.target.device) if constraints else None
         deliver(prompts.commit(self.verifier.draw(logits_RV[:, None], plain_R1P, context, bits_R1X)))
         if not is_shared:
             read_by_drafters()

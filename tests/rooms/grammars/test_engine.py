@@ -218,3 +218,13 @@ def test_the_bytes_that_must_follow_are_forced_but_for_the_last_token() -> None:
     for token in ids:
         text.extend(token)
     assert [*begin(GrammarSampling(regex="a|b"), vocabulary).forced(4)] == []
+
+
+@pytest.mark.parametrize("kind", ["chain", "plain", "tree"])
+def test_a_row_is_free_once_its_structured_text_has_ended(kind: str) -> None:
+    """While another row still has masks."""
+    short, long = GrammarSampling(regex="b"), GrammarSampling(regex="b{40}")
+    mixed = complete(decoder(batch_size=2, **KINDS[kind]), asked([short, long, None]))
+    free = complete(decoder(batch_size=2, **KINDS[kind]), asked([None, None, None]))
+    assert text_of(mixed[1]) == "b" * 20
+    assert mixed[2].token_ids == free[2].token_ids
