@@ -17,7 +17,7 @@ BAD = {
     "task=acceptance speculation.tree=2x2": "reads chains",
     "task=acceptance speculation.forced_lengths=[1]": "texts of task=acceptance must be the target's",
     "task=acceptance logprobs=1": "logprobs has no effect on task=acceptance",
-    "task=acceptance task.texts=. max_new_tokens=9": "max_new_tokens has no effect with task.texts=., whose texts",
+    "task=acceptance task.texts=. num_samples=9": "num_samples has no effect with task.texts=., whose texts",
 }
 
 
