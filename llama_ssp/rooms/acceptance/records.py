@@ -103,7 +103,6 @@ def _problems(config: RunConfig, explicit: frozenset[str]) -> Iterator[str | NoE
             "prompt",
             "prompts",
             "num_samples",
-            "max_new_tokens",
             "ignore_eos",
             "stop_strings",
             "task.temperatures",
