@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from llama_ssp.errors import ConfigError
-from llama_ssp.rooms.grammars.records import KINDS
+from llama_ssp.rooms.grammars.records import KINDS, names_file
 from llama_ssp.speculate.engine.state import Request
 
 _OBJECT = {"type": "object"}
@@ -19,6 +19,8 @@ def _asked(request: Request, kind: str, value: object, field: str) -> Request:
     is_texts = isinstance(value, list) and value and all(isinstance(text, str) for text in value)
     if not (is_texts if kind == "choice" else isinstance(value, str)):
         raise ConfigError(f"{field} must be {'a list of texts' if kind == 'choice' else 'a text'}")
+    if names_file(kind, value):  # clients read no files of the server
+        raise ConfigError(f"{field} must be the text itself, and not the name of a file")
     sampling: Any = request.sampling
     if any(getattr(sampling, other) for other in KINDS):
         raise ConfigError(f"{field} comes with another structure of the text: give one")

@@ -88,9 +88,14 @@ def _key(kind: str) -> str:
     return key_of(f"sampling.{kind}")
 
 
-def _text_of(kind: str, given: str) -> str:
+def names_file(kind: str, given: object) -> bool:
+    """Whether what is asked for is the name of a file."""
     ending = {"json_schema": ".json", "grammar": ".lark"}.get(kind)
-    if not ending or not given.endswith(ending) or "\n" in given:
+    return isinstance(given, str) and ending is not None and given.endswith(ending) and "\n" not in given
+
+
+def _text_of(kind: str, given: str) -> str:
+    if not names_file(kind, given):
         return given
     try:
         return Path(read_path(given)).read_text(encoding="utf-8")
