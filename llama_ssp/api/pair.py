@@ -317,9 +317,10 @@ class Pair:
             NumericError: a model's logits became NaN.
         """
         given = {**locals()}
-        given |= arguments.more_sampling() | given.pop(arguments.MORE_ARGUMENTS)
+        given |= given.pop(arguments.MORE_ARGUMENTS)
         with in_library_words():
-            return self._complete(arguments.check_types(Pair.generate, given), StopRequest())
+            read = arguments.more_sampling() | arguments.check_types(Pair.generate, given)
+            return self._complete(read, StopRequest())
 
     def _complete(self, read: Mapping[str, Any], stop: StopRequest) -> list[Completion]:
         """Make a call whose arguments have been read, on every rank alike."""

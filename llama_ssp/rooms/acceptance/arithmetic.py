@@ -17,7 +17,6 @@ first round begins with n - 1 left.
 Shapes: B texts, T places by tokens left (index 0 is the end), K drafted tokens, D = K + 1 numbers of accepted ones.
 """
 
-from collections.abc import Callable, Hashable
 from typing import NamedTuple
 
 import numpy as np
@@ -110,37 +109,6 @@ def rounds_of(
             moments_3BT[:, :, left - number] += after_3B * added_BTD[:, left, number - 1]
     visits_BT, mean_B, second_B = moments_3BT[0], moments_3BT[1, :, 0], moments_3BT[2, :, 0]
     return ExpectedRounds(mean_B, np.maximum(second_B - mean_B**2, 0.0), visits_BT)
-
-
-def with_memory(
-    reach_TD: Array,
-    length: int,
-    choose: Callable[[int, Hashable], int],
-    remember: Callable[[Hashable, int, int], Hashable],
-    memory: Hashable = None,
-) -> tuple[float, float]:
-    """Mean and variance of the rounds of one text whose K depends on its prefix and on what earlier rounds accepted.
-
-    Args:
-        reach_TD: G at each place, up to the largest K.
-        length: new tokens of the text.
-        choose: K, from the tokens left and the memory.
-        remember: the memory after a round, from the one before, K and the number of accepted tokens.
-        memory: before the first round.
-    """
-    states: list[dict[Hashable, Array]] = [{} for _ in range(max(length, 1))]
-    states[-1][memory] = np.array([1.0, 0.0, 0.0])
-    for left in range(length - 1, 0, -1):
-        for known, (chance, first, second) in states[left].items():
-            after_3 = np.array([chance, first + chance, second + 2 * first + chance])
-            num_drafted = choose(left, known)
-            chances_D = _added(reach_TD[left], np.array(min(num_drafted, left - 1)))
-            for accepted, share in enumerate(chances_D[: min(num_drafted + 1, left)]):
-                new = remember(known, num_drafted, accepted)
-                there = states[left - accepted - 1]
-                there[new] = there.get(new, 0.0) + share * after_3
-    _, mean, second = sum(states[0].values(), np.zeros(3))
-    return float(mean), float(second - mean**2)
 
 
 def least_cost(reach_BTD: Array, lengths_B: NDArray[np.int64], costs: dict[int, float]) -> Array:

@@ -12,6 +12,7 @@ from llama_ssp.errors import ConfigError, unknown_name
 from llama_ssp.fields import made, setting
 from llama_ssp.groups import MoreSettings
 from llama_ssp.planning.spec import KnownPairs
+from llama_ssp.settings.constraints import constraint_asked
 from llama_ssp.settings.drafters import DRAFTERS, draft_name, drafts, free_drafts, of_kind
 from llama_ssp.settings.schema import MODEL_DRAFT, DrafterConfig, PlanConfig, RunConfig, TaskConfig
 from llama_ssp.settings.tasks import NoEffect, TaskSpec
@@ -111,6 +112,13 @@ def _problems(config: RunConfig, explicit: frozenset[str]) -> Iterator[str | NoE
     yield from (NoEffect(key, reason) for key, reason in unread.items() if key in explicit)
     if task.store:
         yield from _problems_of_storing(config)
+    yield from _unreadable(config)
+
+
+def _unreadable(config: RunConfig) -> Iterator[str]:
+    """Settings of texts or of rounds that no reading knows."""
+    if asked := constraint_asked(config.sampling):
+        yield f"task=acceptance reads texts without a {asked.name}: leave it out of sampling"
     if config.speculation.tree or config.speculation.overlap:
         yield "task=acceptance reads chains: leave speculation.tree and speculation.overlap out"
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
+from hashlib import sha256
 from itertools import islice
 from pathlib import Path
 from typing import Any, cast
@@ -56,7 +57,8 @@ def acceptance(session: Session, requests: list[PromptRequest]) -> None:
         _require_room(session, configs)
     drafts, sources = _loaded(session, configs)
     about = {
-        "version": VERSION, "longest": task.longest, "laws": [law_of(one.sampling) for one in configs],
+        "version": VERSION, "texts": _digest(texts), "longest": task.longest,
+        "laws": [law_of(one.sampling) for one in configs],
         "target": {"name": config.model.name, "files": fingerprint(session.models.sources[0].origin.folder)},
         "drafts": {
             name: {
@@ -195,7 +197,7 @@ def _read(
     folder = session.folder and session.folder.path / PARTS
     longest, num_replicas = cast("AcceptanceConfig", config.task).longest, config.placement.num_replicas
     batches = [*_batches(texts, num_rows=config.batch_size, context=session.models.context)]
-    known = {*from_rank_0(comm, lambda: _known_parts(session))}
+    known = {*from_rank_0(comm, lambda: _known_parts(session, about["texts"]))}
     todo = [number for number in range(len(batches)) if number not in known]
     readers: dict[int, Reader] = {}
     is_reporting, turns = mesh.replica.rank == mesh.layout.verify_rank, iter(todo)
@@ -225,11 +227,21 @@ def _read(
             show("texts read", sum(map(len, batches[:num_done])), len(texts))
 
 
-def _known_parts(session: Session) -> list[int]:
+def _digest(texts: Sequence[FinishedText]) -> str:
+    """What tells these texts from others."""
+    return sha256(repr([tuple(asdict(text).values()) for text in texts]).encode()).hexdigest()[:16]
+
+
+def _known_parts(session: Session, digest: str) -> list[int]:
+    """The batches that an earlier part of this run has read; raises ConfigError if it has read other texts."""
     folder = session.folder.path / PARTS if session.folder else None
     if folder is None or not folder.is_dir():
         return []
-    return sorted(int(file.stem) for file in folder.iterdir() if re.fullmatch(r"\d{6}\.npz", file.name))
+    files = sorted(file for file in folder.iterdir() if re.fullmatch(r"\d{6}\.npz", file.name))
+    asked = f"run_dir={session.config.run_dir}"
+    if files and Trace.read(files[0], asked=asked).about["texts"] != digest:
+        raise ConfigError(f"{asked} has readings of other texts: give the old ones, or name another run_dir")
+    return [int(file.stem) for file in files]
 
 
 def _arrays(texts: Sequence[FinishedText], found: Found) -> dict[str, Any]:

@@ -3,18 +3,20 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import cast
 
 from transformers import PreTrainedTokenizerBase
 
 from llama_ssp.errors import ConfigError
+from llama_ssp.groups import whole
 from llama_ssp.reports.folder import read_lines
 from llama_ssp.reports.reading import read_json, read_settings
 from llama_ssp.reports.records import CompletionLine
 from llama_ssp.rooms.acceptance.reading import Text
-from llama_ssp.rooms.acceptance.trace import OF_LAW, law_of
+from llama_ssp.rooms.acceptance.trace import NOT_OF_LAW, law_of, odd_settings
 from llama_ssp.run.prompts import Prompt
 from llama_ssp.run.requests import ids_of
-from llama_ssp.settings.schema import RunConfig
+from llama_ssp.settings.schema import RunConfig, SamplingConfig
 
 LINES_FILE, CONFIG_FILE = "run.jsonl", "config.yaml"
 
@@ -78,9 +80,13 @@ def _of_run(
             f"{asked} has texts of model={name}, and model={config.model.name} was given: give their target"
         )
     theirs, ours = _law_in(settings), law_of(config.sampling)
-    if odd := [f"sampling.{key}={theirs[key]}" for key in ours if key in theirs and theirs[key] != ours[key]]:
+    odd = odd_settings(theirs, ours)
+    if theirs["temperature"] != ours["temperature"]:
+        odd.insert(0, f"temperature={theirs['temperature']}")
+    if odd:
         raise ConfigError(
-            f"{asked} was drawn with {' '.join(odd)}, and texts of one law say nothing of another: give these settings"
+            f"{asked} was drawn with sampling.{' sampling.'.join(odd)}, and texts of one law say nothing of another: "
+            "give these settings"
         )
     if any(not line.is_lossless for line in lines):
         raise ConfigError(f"{asked} was made with speculation.forced_lengths, and its texts are not the target's")
@@ -101,11 +107,18 @@ def _of_run(
 
 
 def _law_in(settings: Mapping[str, object]) -> dict[str, object]:
-    found = {name: settings[f"sampling.{name}"] for name in OF_LAW if f"sampling.{name}" in settings}
-    biases = {
-        key.rpartition(".")[2]: value for key, value in settings.items() if key.startswith("sampling.logit_bias.")
-    }
-    return found | ({"logit_bias": biases} if biases else {})
+    """The law of a run's settings, as `trace.law_of` has it."""
+    sampling, found = whole(SamplingConfig)(), dict[str, object]()
+    for key, value in settings.items():
+        group, _, name = key.partition(".")
+        name, _, token = name.partition(".")
+        if group != "sampling" or name in NOT_OF_LAW:
+            continue
+        if token:
+            found[name] = {**cast("dict[str, object]", found.get(name, {})), token: value}
+        elif value != getattr(sampling, name, None):
+            found[name] = value
+    return {"temperature": sampling.temperature} | found
 
 
 def _of_lines(

@@ -10,7 +10,7 @@ import io
 import json
 import zipfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
@@ -23,14 +23,13 @@ from llama_ssp.rooms.acceptance.arithmetic import Array, ExpectedRounds
 from llama_ssp.rooms.acceptance.records import TRACE_FILE
 from llama_ssp.settings.rules import AT_ZERO
 from llama_ssp.settings.schema import SamplingConfig
+from llama_ssp.settings.tasks import default_of
 
 VERSION = 1
 SPECULATIVE, BLOCK, COUPLED = "speculative", "block", "coupled"
 RULES = (SPECULATIVE, BLOCK, COUPLED)
-OF_LAW = (
-    "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty",
-    "logit_bias", "bad_words", "min_new_tokens",
-)  # fmt: skip
+NOT_OF_LAW = {"from_model", "bad_ids", "eos_ids", "by_row"}
+"""Settings of sampling that say where others are from, or say them again."""
 OF_TEXTS = ("text_index", "text_sample", "text_law", "text_length", "text_category")
 OF_TOKENS = ("token_id", "log_p", "expected_log_p", "variance_log_p")
 LOG_Q, LOG_RACE = "log_q", "log_race"
@@ -40,9 +39,19 @@ _NEAR_TIE = 0.5
 
 
 def law_of(sampling: SamplingConfig) -> dict[str, Any]:
-    """The settings that make the law of texts, as a trace records them."""
-    found = {name: getattr(sampling, name) for name in OF_LAW}
-    return found | {"logit_bias": {str(token): bias for token, bias in sorted(sampling.logit_bias.items())}}
+    """The settings that make the law of texts, as a trace records them: those that differ from their defaults."""
+    names = [entry.name for entry in fields(sampling) if entry.name not in NOT_OF_LAW]
+    found = {name: getattr(sampling, name) for name in names}
+    kept = {name: value for name, value in found.items() if value != default_of(sampling, name)}
+    if sampling.logit_bias:
+        kept["logit_bias"] = {str(token): bias for token, bias in sorted(sampling.logit_bias.items())}
+    return kept | {"temperature": sampling.temperature}
+
+
+def odd_settings(given: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
+    """The settings, but for the temperature, that two laws do not share, with their values in the first one."""
+    names = sorted({*given, *wanted} - {"temperature"})
+    return [f"{name}={given.get(name, 'default')}" for name in names if given.get(name) != wanted.get(name)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,10 +198,7 @@ class Trace:
                 return number
         wanted = sampling["temperature"]
         others = [f"temperature {law['temperature']:g}" for law in self.about["laws"]]
-        odd = [
-            f"{name}={value}" for name, value in sampling.items()
-            if name != "temperature" and all(law.get(name) != value for law in self.about["laws"])
-        ]  # fmt: skip
+        odd = min((odd_settings(sampling, law) for law in self.about["laws"]), key=len)
         than = one_message(odd) if odd else f"temperature {wanted:g}"
         raise ConfigError(
             f"{asked} has texts of {', '.join(others)}, and texts of one law say nothing of {than}: read texts of that "

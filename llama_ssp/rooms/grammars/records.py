@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import find_spec
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,12 @@ class GrammarSampling(SamplingConfig):
 def given_of(sampling: object) -> dict[str, Any]:
     """What is asked for, by its kind; nothing in sampling without these settings."""
     return {kind: value for kind in KINDS if (value := getattr(sampling, kind, None)) not in (None, [])}
+
+
+def is_asked(sampling: object) -> bool:
+    """Whether any kind is asked for."""
+    values = [*map(getattr, repeat(sampling), KINDS, repeat(None))]
+    return values.count(None) + values.count([]) < len(KINDS)
 
 
 def grammar_of(sampling: object) -> str:
@@ -152,7 +159,7 @@ def _problems(config: RunConfig) -> Iterator[str | NoEffect]:
         yield f"{key_of(keys[0])} needs texts that are kept: use task=generate or task=compare"
 
 
-GRAMMAR = ConstraintRecord(name="grammar", is_asked=given_of, begin="llama_ssp.rooms.grammars.text:begin")
+GRAMMAR = ConstraintRecord(name="grammar", is_asked=is_asked, begin="llama_ssp.rooms.grammars.text:begin")
 SETTINGS = MoreSettings(
     name="grammars", config=GrammarSampling, after="min_new_tokens",
     paths=("sampling.json_schema", "sampling.regex", "sampling.grammar"),
@@ -177,7 +184,7 @@ def _words(config: RunConfig) -> Mapping[str, object]:
 
 STRUCTURED = Ability(
     name="structured text",
-    has=lambda config: given_of(config.sampling),
+    has=lambda config: is_asked(config.sampling),
     clashes={
         "overlap": "{structured} waits for the drafted tokens in each round: leave {overlap} out",
         "forced lengths": "{structured} would forbid tokens that {forced} accepts: leave one out",

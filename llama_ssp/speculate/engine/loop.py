@@ -268,7 +268,10 @@ class Decoding:
         for row, length in self.rows.reserved.items():  # rounds write after the text there
             self._state.vacate(row, length=length)
         choice = self._choose()
-        bucket = self._bucket(choice)
+        lengths = [len(owner.request.prompt_ids) + len(owner.token_ids) for owner in self.rows.owners if owner]
+        known = max([*lengths, *self.rows.reserved.values()])
+        unread = sum([pending.choice.num_tokens + 1 for pending in self._pending]) if self._pending else 0
+        bucket = self.space.buckets.covering(known + unread + choice.num_tokens + 1 + self.round.num_ahead)
         result, in_flight = self.round.step(
             self.decoder.executor, self._state, in_flight, choice=choice, bucket=bucket, clock=self.decoder.clock,
             constraints=self._constraints_of(self.rows.owners) if self.round.masks else (),
@@ -525,13 +528,6 @@ class Decoding:
         if self._state is not prompts:
             self._state.put(to_device(rows, self.round.target.device), prompts)
         self.rows.take(rows, owners)
-
-    def _bucket(self, choice: DraftChoice) -> int:
-        """Cache slots that the next round reads if it drafts by `choice`."""
-        lengths = [len(owner.request.prompt_ids) + len(owner.token_ids) for owner in self.rows.owners if owner]
-        known = max([*lengths, *self.rows.reserved.values()])
-        unread = sum([pending.choice.num_tokens + 1 for pending in self._pending]) if self._pending else 0
-        return self.space.buckets.covering(known + unread + choice.num_tokens + 1 + self.round.num_ahead)
 
     def _collect(self) -> list[Update]:
         """Read the oldest round, and add to its completions."""

@@ -256,20 +256,6 @@ def reach() -> Array:
     return found
 
 
-def test_the_draft_length_may_depend_on_the_prefix_and_on_what_earlier_rounds_accepted(reach: Array) -> None:
-    def choose(left: int, memory: object) -> int:
-        assert isinstance(memory, int)
-        return min(1 + (left + memory) % 3, 3)
-
-    def remember(_memory: object, number: int, accepted: int) -> int:
-        return number - accepted
-
-    law = brute_force(reach, 8, choose, remember, 0)
-    assert arithmetic.with_memory(reach, 9, choose, remember, 0) == pytest.approx(moments(law), abs=1e-12)
-    forgotten = arithmetic.with_memory(reach, 9, choose, lambda *_: 0, 0)
-    assert abs(forgotten[0] - moments(law)[0]) > 1e-3
-
-
 def test_the_draft_length_of_each_place_is_that_of_the_prefix_alone(reach: Array) -> None:
     numbers_T = np.array([0, 1, 3, 2, 1, 3, 3, 2, 1, 2])
     law = brute_force(reach, 8, lambda left, _memory: int(numbers_T[left]), lambda *_: None, None)

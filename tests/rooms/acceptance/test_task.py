@@ -160,6 +160,20 @@ def test_an_interrupted_reading_is_resumed_to_the_same_file(tmp_path: Path, monk
     assert files[0] == files[1]
 
 
+def test_a_reading_is_resumed_with_the_same_texts_alone(tmp_path: Path) -> None:
+    ended, _ = read(tmp_path, name="whole")
+    folder = Path(ended.run_dir)
+    lines = (folder / "run.jsonl").read_text().splitlines(keepends=True)
+    own, words = tmp_path / "own", [*READ, f"task.texts={tmp_path}/own", f"run_dir={tmp_path}/read"]
+    own.mkdir()
+    (own / "config.yaml").write_bytes((folder / "config.yaml").read_bytes())
+    (own / "run.jsonl").write_text("".join(lines[:-1]))
+    launch(*words).well()
+    (own / "run.jsonl").write_text("".join(lines))
+    again = launch(*words)
+    assert (again.code, "has readings of other texts" in again.err) == (2, True), again.err
+
+
 def write_lines(tmp_path: Path, *records: dict[str, Any]) -> str:
     (tmp_path / "texts.jsonl").write_text("\n".join(map(json.dumps, records)))
     return f"task.texts={tmp_path}/texts.jsonl"
@@ -176,6 +190,9 @@ def test_texts_that_the_target_cannot_have_made_are_refused(tmp_path: Path) -> N
     assert "was drawn with sampling.temperature=1.0, and texts of one law" in refused(
         "a", own, "sampling.temperature=0.5"
     )
+    settings = Path(ended.run_dir, "config.yaml")
+    settings.write_text(settings.read_text().replace("\nsampling:\n", "\nsampling:\n  unheard_of: [1]\n"))
+    assert "was drawn with sampling.unheard_of=[1]," in refused("j", own, "sampling.temperature=1.0")
     lines = [{"prompt": line["prompt"], "completion": line["token_ids"]} for line in ended.lines]
     given = write_lines(tmp_path, *lines)
     assert "less probable than its own by" in refused("b", given, "sampling.temperature=0.5")
