@@ -23,7 +23,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield server
 
 
-@pytest.mark.skipif(not browser.PROGRAM, reason="Chromium is not installed on this machine; this user may install it")
+@pytest.mark.skipif(not browser.PROGRAM, reason="Chromium is not installed for this user")
 @pytest.mark.parametrize("width", [400, 1280])
 def test_both_texts_come_round_by_round(server: Server, tmp_path: Path, width: int) -> None:
     wanted = server.ask("/v1/completions", {"prompt": PROMPT, **SETTINGS}, key="secret")[1]["choices"][0]["text"]
