@@ -88,8 +88,8 @@ def patch(names: Collection[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """No draft of the package lacks trees, and no backend of the core is a library's."""
     if "a draft without trees" in names:
         need("copies")
-        records = drafters.DRAFTERS.records
-        monkeypatch.setitem(records, "ngram", replace(records["ngram"], has_trees=False))
+        record = drafters.DRAFTERS.of("ngram")  # which reads the rooms' records first
+        monkeypatch.setitem(drafters.DRAFTERS.records, "ngram", replace(record, has_trees=False))
     if "a library's placement" in names:
         toy = Backend(name="toy", purpose="", load="", shares=lambda *_, **__: ())
         monkeypatch.setitem(BACKENDS.records, "toy", toy)

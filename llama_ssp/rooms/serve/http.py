@@ -228,6 +228,9 @@ class Front:
             answer, part = found
             if part.error:
                 raise part.error
+            if part.waited_s is not None:
+                self._metrics.began(waited_s=part.waited_s)
+                continue
             now = time.monotonic()
             if part.new_ids and answer not in first_s:
                 first_s[answer] = now

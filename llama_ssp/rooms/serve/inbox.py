@@ -1,6 +1,7 @@
 """Inbox between HTTP's thread and the decoder's thread of rank 0: new completions, dropped ones, results."""
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -26,11 +27,13 @@ class ServedRequest(Request):
         num_top: number of the most probable tokens whose log-probabilities are wanted; None for none.
         scores_prompt: also of the prompt's tokens.
         shows_stop: the text keeps the stop string or token that ended it.
+        arrived_s: when the inbox of rank 0 got it, by that rank's monotonic clock.
     """
 
     num_top: int | None = None
     scores_prompt: bool = False
     shows_stop: bool = False
+    arrived_s: float = 0.0
 
     def text(self, new_ids: Sequence[int] = ()) -> ScoredText:
         """Prompt and completion, as they are scored."""
@@ -58,6 +61,7 @@ class Part(NamedTuple):
     """New tokens of a completion, and at its end a reason.
 
     Attributes:
+        waited_s: of the first part, which has no tokens: how long the completion has waited for a row.
         num_drafted, rejected_ids: of their round; see `Update`.
         accepted_lengths, examined_lengths: at the end, drafted tokens of each round that became text and that the
             target examined.
@@ -73,6 +77,7 @@ class Part(NamedTuple):
     examined_lengths: Sequence[int] = ()
     logprobs: list[TokenLogprob] | None = None
     error: "RequestError | None" = None
+    waited_s: float | None = None
 
     @classmethod
     def failed(cls, error: "RequestError") -> Self:
@@ -174,7 +179,7 @@ class Inbox:
                 self._waiting[client] = deque()
             for place, (number, completion) in enumerate(zip(numbers, completions, strict=True)):
                 self._takers[number] = partial(take, place)
-                self._waiting[client].append(replace(completion, index=number))
+                self._waiting[client].append(replace(completion, index=number, arrived_s=time.monotonic()))
             self._changed.notify()
         return numbers
 
@@ -208,7 +213,9 @@ class Inbox:
                 self._changed.wait(wait_s)
             taken = [self._next() for _ in range(min(num_rows, self.num_waiting))]
             dropped, self._dropped = self._dropped, []
-            return taken, dropped
+        for one in taken:
+            self.deliver(one.index, Part(waited_s=time.monotonic() - one.arrived_s))
+        return taken, dropped
 
     def _next(self) -> ServedRequest:
         """Take the next completion."""

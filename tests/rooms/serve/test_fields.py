@@ -67,8 +67,12 @@ def test_counters_have_the_names_that_tools_read(server: Server) -> None:
     by_place = [added[f"num_accepted_tokens_per_pos_total@{place}"] for place in range(max(lengths))]
     assert by_place == [sum(length > place for length in lengths) for place in range(max(lengths))]
     _, page = server.ask("/metrics")
-    for name in ("first_token_seconds", "waiting_seconds", "request_seconds", "running_rows"):
-        assert f"llama_ssp_{name}_count" in page
+    names = ("first_token_seconds", "waiting_seconds", "request_seconds", "running_rows", "ms_per_token")
+    counts = [
+        line.split()[1] for line in page.splitlines() for name in names if line.startswith(f"llama_ssp_{name}_count")
+    ]
+    assert len({*counts}) == 1 < len(counts) == len(names), "each completion is counted in each histogram"
+    assert float(counts[0]) > 1
     assert 'llama_ssp_first_token_seconds_bucket{le="50.0"}' in page
 
 
