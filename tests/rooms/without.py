@@ -1,8 +1,8 @@
 """Takes rooms out of a copy of the repository, and checks that everything else stands.
 
-    python -m tests.rooms.without                # all rooms at once, quickly: imports, types, answers, fast tests
+    python -m tests.rooms.without                # all rooms at once, quickly: imports, lint, types, answers, fast tests
     python -m tests.rooms.without serve slurm    # these
-    python -m tests.rooms.without --whole serve  # these, with lint and all default tests of what is left
+    python -m tests.rooms.without --whole serve  # these, with all default tests of what is left
 
 The texts and figures of the copy are compared with those of the repository. Ends with 1 if something does not stand.
 """
@@ -186,7 +186,7 @@ def main(words: Sequence[str]) -> None:
     """Check a copy without the rooms that the words name."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("rooms", nargs="*", metavar="ROOM", help="by default all")
-    parser.add_argument("--whole", action="store_true", help="lint, and all default tests")
+    parser.add_argument("--whole", action="store_true", help="all default tests")
     given = parser.parse_args(words)
     rooms = given.rooms or manifest.present()
     with tempfile.TemporaryDirectory() as folder:
@@ -201,12 +201,11 @@ def main(words: Sequence[str]) -> None:
             "contracts": lambda: python(
                 copy, "-c", "from importlinter.cli import lint_imports_command as lint; lint(['--no-cache'])"
             ),
+            "lint": lambda: python(copy, "-m", "ruff", "check", "--no-cache"),
             "types": lambda: python(copy, "-m", "mypy", "llama_ssp"),
             "answers": lambda: answers(copy, rooms),
             "tests": tests,
         }
-        if given.whole:
-            steps["lint"] = lambda: python(copy, "-m", "ruff", "check")
         for name, step in steps.items():
             began = time.monotonic()
             step()
