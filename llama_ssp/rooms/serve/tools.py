@@ -173,9 +173,8 @@ def _grammar(
         lines += [f"start: TEXT? | {begun}", r"TEXT: /(?s:.+)/ & ~/(?s:\s*\{.*)/"]
     elif ids[form.mark] is not None:
         lines += [f"start: TEXT? ({begun})?", "TEXT: /(?s:.+)/"]
-    else:  # a text goes on as far as it can, so one before a mark is another one
-        lines += ["start: TEXT? | lead after", f"TEXT: /(?s:.+)/ & ~/(?s:.*{re.escape(form.mark)}.*)/"]
-        lines += [f"lead[suffix={mark}]: /(?s:.*)/"]
+    else:  # a text ends at its first mark
+        lines += ["start: TEXT? | lead after", "TEXT: /(?s:.+)/", f"lead[suffix={mark}]: /(?s:.*)/"]
     return "\n".join(lines)
 
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 from transformers import AddedToken
 
 from llama_ssp import Pair, load
@@ -12,6 +13,7 @@ from llama_ssp.rooms.serve.inbox import Part, RequestError, ServedRequest
 from llama_ssp.rooms.serve.protocol import Answer, BodyReader
 from llama_ssp.rooms.serve.tools import CallReader, MarkedText, tools_of
 from llama_ssp.settings.constraints import constraint_asked
+from llama_ssp.speculate.engine.masks import forbidden
 from tests.helpers.lanes import first, grid
 from tests.rooms.serve.server import Server, serving
 
@@ -200,7 +202,8 @@ def test_the_template_gets_tools_and_their_answers(served: Pair) -> None:
     expected = "{}user: x assistant: weatherRom tool: rain "
     for choice, lead in (("auto", "weather grow-tree "), ("none", "")):
         [request] = reader_of(served).read({**asked, "tool_choice": choice}, is_chat=True).completions
-        assert served.tokenizer.decode(request.prompt_ids).replace("\n", " ") == expected.format(lead)
+        found = str(served.tokenizer.decode([*request.prompt_ids]))
+        assert found.replace("\n", " ") == expected.format(lead)
         assert not constraint_asked(request.sampling)
 
 
@@ -224,12 +227,15 @@ def test_strict_and_single_calls_are_constrained(
     lead = "" if form_name == "llama" else "I see: "
 
     def allows(text: str) -> bool:
-        constraint = begin(request.sampling, served.models.request_maker.vocabulary)  # type: ignore[arg-type]
-        ids = served.tokenizer(text, add_special_tokens=False).input_ids
-        masks = constraint._matcher.validate_tokens(ids)
-        for token in ids[:masks]:
-            constraint.extend(token)
-        return masks == len(ids) and constraint.may_end
+        vocabulary, ids = (
+            served.models.request_maker.vocabulary,
+            served.tokenizer(text, add_special_tokens=False).input_ids,
+        )
+        masks_TX = torch.full((len(ids) + 1, -(-vocabulary.size // 32)), -1, dtype=torch.int32)
+        assert request.sampling
+        begin(request.sampling, vocabulary).fill(masks_TX, ids, range(len(ids)))
+        forbidden_TV = forbidden(masks_TX, range(vocabulary.size))
+        return not any(forbidden_TV[place, token] for place, token in enumerate([*ids, *served.models.eos_ids[:1]]))
 
     assert allows(good)
     assert not allows(wrong)
@@ -299,7 +305,7 @@ def test_a_template_of_another_form_is_refused_with_the_forms_that_are_known(
     ) as error:
         reader_of(served).read({**CHAT, "tools": [WEATHER]}, is_chat=True)
     assert error.value.param == "tools"
-    assert reader_of(served).read({**CHAT, "tools": [WEATHER], "tool_choice": "none"}, is_chat=True)
+    assert reader_of(served).read({**CHAT, "tools": [WEATHER], "tool_choice": "none"}, is_chat=True).completions
     messages = [{"role": "assistant", "tool_calls": [{"id": "a"}]}, CHAT["messages"][0]]
     with pytest.raises(RequestError, match="a known form"):
         reader_of(served).read({**CHAT, "messages": messages}, is_chat=True)
