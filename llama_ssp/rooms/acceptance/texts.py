@@ -142,7 +142,7 @@ def _of_lines(
         elif config.prompts:
             raise ConfigError(f"{file} has no effect: {where} has its prompt")
         else:
-            pairs = [(record["prompt"], record["completion"], ())]
+            pairs = iter([(record["prompt"], record["completion"], ())])
         for prompt, completion, end in pairs:
             messages = read_messages(prompt, place) if isinstance(prompt, list) else []
             if messages:

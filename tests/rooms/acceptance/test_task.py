@@ -153,6 +153,9 @@ def test_the_answers_to_a_batch_file_are_read(tmp_path: Path) -> None:
         assert np.sort(by_ids.arrays[name], axis=0) == pytest.approx(np.sort(own.arrays[name], axis=0), abs=1e-4)
     by_text = foreign("text")
     assert abs(len(by_text.arrays["token_id"]) - len(own.arrays["token_id"])) < len(ended.lines)
+    choice = {"message": {"content": "x = 1\n"}, "finish_reason": "stop"}
+    given = write_lines(tmp_path, {"custom_id": "0", "response": {"status_code": 200, "body": {"choices": [choice]}}})
+    assert read(tmp_path, given, f"prompts={requests}", name="ended")[1].arrays["token_id"][-1] == 1, "<eos>"
 
     def refused(name: str, *words: str) -> str:
         return launch(*READ, f"task.texts={answers}", *words, f"run_dir={tmp_path}/{name}").err
@@ -168,15 +171,19 @@ def test_texts_of_transformers_have_the_figures_of_own_ones(tmp_path: Path) -> N
     """Within 3 % (4 standard errors are 2.4 %), and in one another's intervals over prompts."""
     ended, _ = read(tmp_path, "num_samples=48")
     folder = hub.resolve(load("tiny"))
-    model, tokenizer = (
-        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
-        AutoTokenizer.from_pretrained(folder),
-    )
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     torch.manual_seed(0)
     lines = []
     for prompt in dict.fromkeys(line["prompt"] for line in ended.lines):
         ids = tokenizer(prompt, return_tensors="pt").input_ids
-        how = {"do_sample": True, "temperature": 0.8, "top_k": 0, "max_new_tokens": 24, "num_return_sequences": 48}
+        how: dict[str, Any] = {
+            "do_sample": True,
+            "temperature": 0.8,
+            "top_k": 0,
+            "max_new_tokens": 24,
+            "num_return_sequences": 48,
+        }
         for row in model.generate(ids, **how)[:, ids.shape[1] :].tolist():
             end = row.index(tokenizer.eos_token_id) + 1 if tokenizer.eos_token_id in row else None
             lines.append({"prompt": ids[0].tolist(), "completion": row[:end]})
@@ -184,6 +191,7 @@ def test_texts_of_transformers_have_the_figures_of_own_ones(tmp_path: Path) -> N
     for own, other in zip(ended.summary["cells"], foreign.summary["cells"], strict=True):
         assert own["tokens_per_round"] == pytest.approx(other["tokens_per_round"], rel=0.03)
         assert own["low"] < other["tokens_per_round"] < own["high"]
+        assert own["num_prompts"] == other["num_prompts"] == 4
 
 
 def test_a_draft_that_proposes_along_the_text_has_the_law_of_one_that_reads_it(
