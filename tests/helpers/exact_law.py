@@ -132,7 +132,7 @@ def _borders_of_races(rule: Rule, target: TableModel, num_draft_tokens: int, pla
                              (num_draft_tokens + 1, PER_DRAW))))  # fmt: skip
             verdict = rule.verify(Draft(ids_LK), rule.process(logits_LTV, context), draws=draws)
         token_L1 = torch.where(verdict.node_B1 > place, drafted_L1, verdict.next_ids_B1)
-        return (token_L1[:, 0] == one_L) & (verdict.node_B1[:, 0] >= place)
+        return token_L1[:, 0].eq(one_L) & verdict.node_B1[:, 0].ge(place)
 
     low_L, high_L = numbers_LTV.new_full((len(one_L),), 1e-18), numbers_LTV.new_full((len(one_L),), 1e18)
     always_L, never_L = wins(low_L), ~wins(high_L)
