@@ -19,8 +19,10 @@ Limit = Callable[[Rule, Verdict, torch.Tensor, torch.Tensor, Draws], Verdict]
 
 
 def tables(num_draft_tokens: int) -> dict[str, TableModel]:
+    """Two of three tokens, and eight of two."""
+    num_tables = 2 if num_draft_tokens == K else 8
     return {
-        name: random_table(seed=seed, num_tables=2, max_length=num_draft_tokens, vocab_size=3)
+        name: random_table(seed=seed, num_tables=num_tables, max_length=num_draft_tokens, vocab_size=3)
         for seed, name in enumerate(("target", "draft"), 1)
     }
 
