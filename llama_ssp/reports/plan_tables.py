@@ -5,7 +5,7 @@ Ranks with equal figures share a column. Bytes are shown in GiB (in MiB if all a
 
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 
 from rich import box
@@ -20,7 +20,7 @@ from llama_ssp.planning.spec import PlanSpec
 from llama_ssp.settings.drafters import DRAFTERS
 from llama_ssp.settings.schema import ADAPTIVE
 from llama_ssp.storage.formats import NO_QUANTIZATION, formats
-from llama_ssp.words import rounded, visible
+from llama_ssp.words import counted, rounded, visible
 
 MIB = 2**20
 SMALL_BYTES = 4 * GIB
@@ -95,7 +95,7 @@ def _print_plan(plan: Plan, console: Console, *, is_full: bool) -> None:
     console.print(literal(headline(plan)))
     if plan.whole_run:
         console.print(literal(plan.whole_run))
-    for part in (*_memory_table(plan, is_full=is_full), *_time_table(plan, console.width)):
+    for part in (*_memory_table(plan, console, is_full=is_full), *_time_table(plan, console.width)):
         if part:
             console.print(part)
     for line in (*(_parts_of_step(plan) if is_full else ()), *_parts_of_round(plan), *_basis(plan)):
@@ -158,29 +158,43 @@ def _named(model: PlannedModel, device: str) -> str:
     return f"{model.label} {model.dtype.name}{' with 16-bit weights' if is_mixed else ''}"
 
 
-def _memory_table(plan: Plan, *, is_full: bool) -> tuple[str, Table]:
+def _memory_table(plan: Plan, console: Console, *, is_full: bool) -> tuple[str, Table]:
     """A title, which is a line of its own so that a narrow table does not break it, and the table.
 
-    Where every line counts, the first head takes the title's place, unless there are replicas.
+    Where every line counts, the first head takes the title's place, unless there are replicas. Of more kinds of ranks
+    than the console has room for, those that need most are shown, and the title says so.
     """
     num_replicas = plan.spec.num_replicas
     ranks = plan.ranks[: len(plan.ranks) // num_replicas]
     unit, name = (MIB, "MiB") if max(rank.needed_bytes for rank in ranks) < SMALL_BYTES else (GIB, "GiB")
     replicas = f", the same in each of {num_replicas} replicas" if num_replicas > 1 else ""
-    title = f"Memory per rank, {name}{replicas}" if is_full or replicas else ""
     rows = _rows(ranks, unit, is_full=is_full)
     columns: dict[tuple[str, ...], list[RankMemoryPlan]] = {}
     for place, rank in enumerate(ranks):
         columns.setdefault(tuple(cells[place] for _, cells in rows), []).append(rank)
+    by_need = sorted(columns, key=lambda cells: -columns[cells][0].needed_bytes)
+    for number in range(len(columns), 0, -1):
+        shown = {cells: ranks for cells, ranks in columns.items() if cells in by_need[:number]}
+        fullest = f", the fullest {counted(number, 'kind')} of {len(columns)}" * (number < len(columns))
+        title = f"Memory per rank, {name}{replicas}{fullest}" if is_full or replicas or fullest else ""
+        table = _columns(shown, [label for label, _ in rows], "" if title else f"{name} per rank", has_heads=is_full)
+        if table.__rich_measure__(console, console.options.update(width=_UNLIMITED)).maximum <= console.width:
+            break
+    return title, table
+
+
+def _columns(
+    columns: Mapping[tuple[str, ...], Sequence[RankMemoryPlan]], labels: Sequence[str], head: str, *, has_heads: bool
+) -> Table:
     table = _narrow()
-    table.add_column("" if title else f"{name} per rank", no_wrap=True, min_width=max(map(len, ITEMS)))
+    table.add_column(head, no_wrap=True, min_width=max(map(len, ITEMS)))
     for members in columns.values():
-        heads = {member.target_heads for member in members} if is_full else set()
+        heads = {member.target_heads for member in members} if has_heads else set()
         shared = f"\n{'-'.join(map(str, sorted(heads)))} heads" if any(heads) else ""
         table.add_column(f"{_named_ranks([one.rank for one in members])}{shared}", justify="right", no_wrap=True)
-    for number, (label, _) in enumerate(rows):
+    for number, label in enumerate(labels):
         table.add_row(label, *(column[number] for column in columns))
-    return title, table
+    return table
 
 
 def _rows(ranks: Sequence[RankMemoryPlan], unit: int, *, is_full: bool) -> list[tuple[str, list[str]]]:

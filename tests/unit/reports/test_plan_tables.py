@@ -76,10 +76,24 @@ def test_an_item_that_is_large_on_some_rank_has_a_row_and_a_peak_that_decides_to
 def test_equal_ranks_that_are_no_neighbours_share_a_column(is_full: bool) -> None:
     plan = make_plan(make_spec("qwen3_14B", num_ranks=16), replace(hardware.load("8xh200"), num_nodes=2))
     assert len({rank.target_heads for rank in plan.ranks}) == 2
-    text = _printed(plan, width=80, is_full=is_full)
-    assert "…" not in text
-    numbers = [[*map(int, found)] for found in re.findall(r"(\d+) like rank (\d+)", text)]
-    assert sum(number for number, _ in numbers) == len(plan.ranks)
+    text = _printed(plan, width=200, is_full=is_full)
+    head = next(line for line in text.splitlines() if " like rank " in line)
+    numbers = [int(found or 1) for found in re.findall(r"(?:(\d+) like )?rank \d+", head)]
+    assert (len(numbers), sum(numbers)) == (6, len(plan.ranks))
+
+
+@pytest.mark.parametrize("is_full", [False, True])
+def test_of_more_kinds_of_ranks_than_fit_the_fullest_are_shown_and_that_is_said(is_full: bool) -> None:
+    plan = make_plan(make_spec("qwen3_14B", num_ranks=16), replace(hardware.load("8xh200"), num_nodes=2))
+    wide, narrow = (_printed(plan, width=width, is_full=is_full) for width in (200, 80))
+    assert "…" not in narrow
+    assert "fullest" not in wide
+    said = re.search(r"the fullest (\d) kinds of (\d)", narrow)
+    assert said
+    lines = (next(line for line in text.splitlines() if line.startswith("total")) for text in (narrow, wide))
+    totals = [sorted(map(float, line.split()[1:])) for line in lines]
+    assert [len(found) for found in totals] == [int(number) for number in said.groups()]
+    assert totals[0] == totals[1][-len(totals[0]) :]
 
 
 def test_several_machines_in_full_have_a_plan_each() -> None:
