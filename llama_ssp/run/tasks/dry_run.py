@@ -241,7 +241,7 @@ def _spec_on(machine: HardwareConfig, config: RunConfig, *, world_size: int, len
     check_values(config, spec.target.shape, spec.draft.shape if spec.draft else None)
     for planned in (spec.target, spec.draft):
         if planned and planned.stored_format:
-            planned.stored_format.kept_format(planned.quantization, where=planned.name)
+            planned.stored_format.kept_format(planned.quantization, where=planned.label)
     has_own = task_of(config).largest_cell is not None
     return spec if has_own else replace(spec, mean_prompt_tokens=fmean(lengths))
 
