@@ -6,7 +6,7 @@ Shapes: G tables, B rows, T places, K drafted tokens, V = 4 tokens, X words of a
 """
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -25,7 +25,7 @@ from llama_ssp.speculate.sampling.rules import Rule, make_rule
 from llama_ssp.speculate.sampling.trees import Tree, verify_tree
 from llama_ssp.speculate.sampling.uniforms import Draws
 from tests.helpers.decoders import tree_of
-from tests.helpers.exact_law import codes_of, round_law
+from tests.helpers.exact_law import codes_of, race_law, round_law
 from tests.helpers.lanes import grid
 from tests.helpers.table_models import TableModel, joint_law, random_table
 from tests.helpers.tree_law import tree_law
@@ -106,12 +106,26 @@ def test_a_chain_has_the_law_of_the_restricted_target(regex: str, name: str, rul
     assert error(regex, SAMPLINGS[name], rule_name, number) < 1e-12
 
 
+def race_error(regex: str, sampling: SamplingConfig, number: int, *, fault: Fault = lambda bits: bits) -> float:
+    """The same under `coupled`, whose text no draft changes."""
+    rule = Constrained(make_rule(sampling, VerificationConfig(rule="coupled")), regex, fault)
+    target = full_table(seed=3 + number, num_tables=2, max_length=number)
+    law, spread = race_law(rule, target, number)
+    wanted = joint_law(tuple(map(processor(sampling), restricted(target, regex).logits)))
+    return max(spread, float((law - wanted).abs().max()))
+
+
+@grid(regex=list(LANGUAGES), name=list(SAMPLINGS), number=[1, 2])
+def test_races_have_the_law_of_the_restricted_target(regex: str, name: str, number: int) -> None:
+    assert race_error(regex, SAMPLINGS[name], number) < 1e-12
+
+
 @grid(regex=list(LANGUAGES), rule_name=["speculative", "block"], number=[1, 2])
 def test_certain_tokens_keep_the_law_of_the_restricted_target(regex: str, rule_name: str, number: int) -> None:
     assert error(regex, SAMPLINGS["temperature"], rule_name, number, is_point_mass=True) < 1e-12
 
 
-@pytest.mark.parametrize("rule_name", ["speculative", "block"])
+@pytest.mark.parametrize("rule_name", ["speculative", "block", "coupled"])
 @pytest.mark.parametrize(
     "fault",
     [
@@ -121,7 +135,8 @@ def test_certain_tokens_keep_the_law_of_the_restricted_target(regex: str, rule_n
     ids=["one place late", "of the whole draft"],
 )
 def test_a_mask_of_another_place_changes_the_law(fault: Fault, rule_name: str) -> None:
-    assert error("(ab|b){1,2}", SAMPLINGS["temperature"], rule_name, 2, fault=fault) > 1e-3
+    of_rule = partial(error, rule_name=rule_name) if rule_name != "coupled" else race_error
+    assert of_rule("(ab|b){1,2}", SAMPLINGS["temperature"], number=2, fault=fault) > 1e-3
 
 
 class Forced(Constrained):
