@@ -150,7 +150,7 @@ FAULTS: dict[str, tuple[str, dict[str, Any], str]] = {
     "no block": (SHARING, {"block_size": None}, "lacks block_size of the head"),
     "no taps": ("dspark of DeepSpec", {"target_layer_ids": None}, "lacks target_layer_ids, the layers that"),
     "a tap beyond": ("dspark of DeepSpec", {"target_layer_ids": [1, 6]}, r"reads the layers \[2, 7\], and this target"),
-    "windows": ("dflash of DeepSpec", {"layer_types": ["sliding_attention", "full_attention"]}, "in a block"),
+    "windows": ("dflash of DeepSpec", {"layer_types": ["sliding_attention", "full_attention"]}, "read in a block"),
     "other masks": (SHARING, {"dflash_config": {"causal": True}}, "has causal in dflash_config, which engines read"),
     "another Markov head": ("dspark", {"markov_head_type": "lstm"}, "and vanilla or gated or rnn is read"),
     "another family": ("dflash of DeepSpec", {"architectures": ["Gemma4DSparkModel"]}, "in a layout that is not read"),
