@@ -95,8 +95,8 @@ def check_model(
     names = matched.unread(ignored)
     if names and origin.shape.is_head:
         raise CheckpointError(
-            f"{origin.folder} holds tensors that no part of this head takes ({summary(names)}): it is of another kind than "
-            "its config.json says, so copy or download both again"
+            f"{origin.folder} holds tensors that no part of this head takes ({summary(names)}): it is of another kind "
+            "than its config.json says, so copy or download both again"
         )
     if names:
         _log.warning("%s holds tensors that no module takes, which are not read: %s", origin.folder, summary(names))

@@ -48,13 +48,14 @@ HEADS_READ = (
 
 def refuse_other_heads(content: Mapping[str, Any], file: Path) -> None:
     """Raise CheckpointError for the config.json of a draft head of a kind that is not read."""
-    named = [content.get(SPECULATOR), content.get("model_type"), *classes_of(content)]
+    named = [str(content.get(SPECULATOR)), str(content.get("model_type")), *classes_of(content)]
     named += ["medusa"] * ("medusa_num_heads" in content)
-    if content.get("num_hidden_layers") == 1 and content.keys().isdisjoint({"draft_vocab_size", SPECULATOR}):
+    says = not content.keys().isdisjoint({"draft_vocab_size", SPECULATOR, BLOCKS}) or any(map(_CLASS.search, named[2:]))
+    if content.get("num_hidden_layers") == 1 and not says:
         named += ["eagle"] * (_names_in(file.parent) >= _EAGLE)
     for name in named:
         for pattern, what in _OTHER_HEADS.items():
-            if re.fullmatch(pattern, str(name).lower()):
+            if re.fullmatch(pattern, name.lower()):
                 raise CheckpointError(f"{file} describes {what}, and {HEADS_READ}")
 
 

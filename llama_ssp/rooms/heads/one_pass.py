@@ -39,6 +39,7 @@ from llama_ssp.rooms.heads.protocol import Following
 from llama_ssp.rooms.heads.reaches import Reach
 from llama_ssp.rooms.heads.runner import Attention, HeadRunner
 from llama_ssp.rooms.heads.sources import HeadSource
+from llama_ssp.workspaces import PerBucket, Workspace
 
 
 class _Markov:
@@ -109,6 +110,14 @@ class ParallelRunner(HeadRunner):
     def _following(self, _hidden_BKE: Tensor, logits_BKO: Tensor) -> Following:
         logits_BKV = self._of_target(self._joined(logits_BKO))
         return lambda depth, ids_BM, _: logits_BKV.narrow(1, depth, 1).expand(-1, ids_BM.shape[1], -1)
+
+
+class _Slots(Workspace):
+    """The numbers of the slots of a row, by bucket."""
+
+    def __init__(self, num_slots: int, device: torch.device) -> None:
+        slots_S, self.num_slots = torch.arange(num_slots, device=device), num_slots
+        self.shown = PerBucket(lambda bucket: slots_S[:bucket])
 
 
 class _Selector:
@@ -211,10 +220,11 @@ class BlockRunner(ParallelRunner):
 
     layer_class: type[Layer] = BlockLayer
     tokens_ahead = 0
+    _slots: _Slots | None
 
     def __init__(self, loading: Loading) -> None:
         assert isinstance(loading.origin, HeadSource)
-        self._config = loading.origin.head
+        self._config, self._slots = loading.origin.head, None
         if self._config.selector:
             self.layer_class = ConvolvingLayer
         super().__init__(loading)
@@ -226,6 +236,12 @@ class BlockRunner(ParallelRunner):
         else:
             self._varlen = self._compiled = None
             self.uses_masks = False
+
+    def allocate(self, *, batch_size: int, capacity: int, **how: Any) -> None:
+        """See `Runner.allocate`."""
+        super().allocate(batch_size=batch_size, capacity=capacity, **how)
+        if not self._config.sees_all and (self._slots is None or self._slots.num_slots < capacity):
+            self._slots = _Slots(capacity, self.device)
 
     def _take_others(self, weights: Weights, loading: Loading) -> None:
         super()._take_others(weights, loading)
@@ -258,8 +274,8 @@ class BlockRunner(ParallelRunner):
         """The attention of each `Reach`, of positions as `_seen` gives them."""
         if self._config.sees_all:
             return {**super()._masked(positions_BT, tree, bucket=bucket)}
-        slots_U = torch.arange(bucket, device=positions_BT.device)
-        group = self._heads.num // self._heads.num_kv
+        assert self._slots
+        slots_U, group = self._slots.shown[bucket], self._heads.num // self._heads.num_kv
         attends: dict[Any, Attend] = {}
         for reach in dict.fromkeys(self._config.reaches):
             first_BT1, last_BT1 = (bound_BT[..., None] for bound_BT in _bounds(positions_BT, reach))

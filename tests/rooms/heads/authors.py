@@ -6,6 +6,7 @@ Shapes: L tokens of a text, X taps, K drafted tokens, N positions of a block, E 
 """
 
 import sys
+import time
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import Qwen3Config
+from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 
 from tests.helpers.one_pass_heads import DIM, HEADS, KEYS, LAYERS, MASK, UNITS, VOCABULARY, WIDTH
 
@@ -29,7 +30,7 @@ _SIZES = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "vocab_size": VOCABULARY,
 }  # fmt: skip
 _OF_TRAINING = "datasets", "hs_connectors", "loguru"
-SELECTING = {"selector_rank": 24, "selector_top_k": 13, "conv_kernel_size": 3, "conv_group_size": 16}
+SELECTING: dict[str, Any] = {"selector_rank": 24, "selector_top_k": 13, "conv_kernel_size": 3, "conv_group_size": 16}
 
 
 class _Missing(ModuleType):
@@ -61,7 +62,7 @@ def filled(model: nn.Module, *, seed: int = 0) -> Any:  # noqa: ANN401 - of the 
 
 def flat_head(
     folder: Path, version: int, *, windows: dict[str, Any] | None = None, block_size: int = 4, **more: Any
-) -> Any:  # fmt: skip
+) -> Any:  # noqa: ANN401  # fmt: skip
     """Save a head of DFlash 1 or 2 by its authors' class."""
     package = module_of("dflash.model")
     blocks = {"mask_token_id": MASK, "target_layer_ids": [layer - 1 for layer in LAYERS]} | more
@@ -75,6 +76,30 @@ def flat_head(
     return head
 
 
+def make_alike(head: Any, target: Any) -> None:  # noqa: ANN401
+    """Let a target follow its newest token almost alone, and a selector of its width say what it does."""
+    with torch.no_grad():
+        for name, parameter in [*target.named_parameters(), *head.named_parameters()]:
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                parameter.mul_(0.02)
+        target.get_input_embeddings().weight.mul_(10)
+        target.get_output_embeddings().weight.mul_(3)
+        table_VE, selector = target.get_input_embeddings().weight, head.candidate_selector
+        normed_VE = target.model.norm(table_VE)
+        selector.predecessor_codebook.weight.copy_(normed_VE)
+        selector.successor_codebook.weight.copy_(target.get_output_embeddings().weight)
+        mask_E = head.norm(table_VE[MASK])
+        selector.hidden_projection.weight.copy_((mask_E / mask_E.square().sum()).expand(WIDTH, -1))
+
+
+def flat_rounds(head: Any, target: Any, prompt: tuple[int, ...], *, num_new: int) -> tuple[list[int], list[int]]:  # noqa: ANN401
+    """A greedy text of its authors' loop, and the tokens of its rounds."""
+    package = module_of("dflash.model")
+    package._cuda_time = time.perf_counter
+    done = package.dflash_generate(head, target, torch.tensor([prompt]), num_new, None, return_stats=True)
+    return done.output_ids[0, len(prompt) :].tolist(), done.acceptance_lengths
+
+
 def flat_logits(head: Any, target: Any, text: list[int], taps_LX: Tensor, drafted: list[int], *, num: int) -> Tensor:  # noqa: ANN401
     """Logits (V,) of the token after a text and drafted ones, of a block that drafts `num`, by the authors' class."""
     package = module_of("dflash.model")
@@ -86,11 +111,13 @@ def flat_logits(head: Any, target: Any, text: list[int], taps_LX: Tensor, drafte
         )[:, 1:]
         logits_1KV = head.compute_logits(hidden_1KE, target.get_output_embeddings())
         if not hasattr(head, "candidate_selector"):
-            return logits_1KV[0, len(drafted)].double()
+            return torch.as_tensor(logits_1KV[0, len(drafted)], dtype=torch.float64)
         return _selected(package, head, hidden_1KE, logits_1KV, text[-1], drafted)
 
 
-def _selected(package: Any, head: Any, hidden: Tensor, logits: Tensor, newest: int, drafted: list[int]) -> Tensor:  # noqa: ANN401
+def _selected(  # noqa: PLR0917
+    package: Any, head: Any, hidden: Tensor, logits: Tensor, newest: int, drafted: list[int]  # noqa: ANN401
+) -> Tensor:  # fmt: skip
     """The logarithm (V,) of what the selector draws from at temperature 1, when it has drawn these tokens."""
     candidates = torch.topk(logits, head.candidate_selector.top_k, dim=-1, sorted=False).indices[0]
     places = [int((row == token).nonzero()[0, 0]) for row, token in zip(candidates, drafted, strict=False)]
