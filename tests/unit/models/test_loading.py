@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -145,7 +146,7 @@ def test_tensors_of_a_head_that_no_module_takes_are_an_error(tmp_path: Path) -> 
         files = inspect(save_original(tmp_path / name, stored))
         assert files.head
         source = of_heads("sources").of_target(files, files.head, target)
-        said = refusal(lambda source=source: check_model(source, num_ranks=1))
+        said = refusal(partial(check_model, source, num_ranks=1))
         assert ("that no part of this head takes (mask_hidden, model.layers.0.self_attn.q_proj.bias)" in said) == (
             name == "odd"
         )
