@@ -109,8 +109,8 @@ def of_kind(kind: str) -> DrafterConfig:
 
 
 def free_drafts() -> list[str]:
-    """The kinds of draft without a model."""
-    return [name for name, record in drafters().items() if record.make and not record.has_model]
+    """The kinds of draft that need neither a model nor the target's."""
+    return [name for name, record in drafters().items() if record.make and record.is_certain]
 
 
 def drafts(draft: DrafterConfig) -> bool:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from llama_ssp.errors import ConfigError
 from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.models.prefill import Buckets, Prompts
 from llama_ssp.models.runner import TreePlaces
@@ -89,7 +90,8 @@ class _Window(_Part, OwnBuckets):
         assert self._cache is not None, "allocate comes first"
         num_read_B1 = lengths_B1 - 1
         skipped_B1 = (num_read_B1 - self._num_kept).clamp_min(0)
-        self._cache.take_slots(self._target.cache, self._slots_C + skipped_B1 * self._moves_C, self.numbers)
+        from_BC = (self._slots_C + skipped_B1 * self._moves_C).minimum(num_read_B1)  # a row may be shorter
+        self._cache.take_slots(self._target.cache, from_BC, self.numbers)
         return num_read_B1.clamp_max(self._num_kept)
 
 
@@ -102,7 +104,11 @@ class SelfDrafter(StepwiseDrafter):
     def __init__(self, parts: DrafterParts) -> None:
         config, target = parts.config, parts.target
         assert isinstance(config, SelfConfig)
-        assert isinstance(target, LeanRunner), "the checks of settings let no other family through"
+        if not isinstance(target, LeanRunner):
+            raise ConfigError(
+                "draft=self needs every rank to hold a part of the target, whose layers must be like Llama's: leave "
+                "placement out, or give a draft model or head with draft=NAME"
+            )
         self._target = target  # found first, so that its cache counts at the round's bucket
         numbers = chosen_layers(config, target.num_layers)
         most_nodes = 1 + parts.num_draft_tokens

@@ -57,7 +57,7 @@ def _problems(config: RunConfig) -> Iterator[str | NoEffect]:
         kind = said("placement.target.kind", config.placement.target.kind)
         yield f"draft=self needs placement.target.kind=tensor, and {kind} was given"
     steps = config.most_draft_tokens
-    if draft.window is not None and draft.window < steps + 1:
+    if draft.window is not None and 1 <= draft.window <= steps:
         yield f"{said('draft.window', draft.window)} is less than K + 1, here {steps + 1}: give a wider window"
     if draft.window is None:
         yield NoEffect("draft.sinks", "without draft.window")
