@@ -1,5 +1,7 @@
 """What a plan of a target that drafts for itself counts: steps of its layers, and a small cache."""
 
+from typing import Any
+
 import pytest
 
 from llama_ssp.machines import hardware
@@ -9,11 +11,11 @@ from llama_ssp.rooms.self_drafts.records import SelfConfig
 from tests.helpers.planning import make_spec
 
 H100 = hardware.load("h100")
-SPEC = {"batch_size": 8, "prompt_tokens": 8000, "max_new_tokens": 100, "num_draft_tokens": 3}
+SPEC: dict[str, Any] = {"batch_size": 8, "prompt_tokens": 8000, "max_new_tokens": 100, "num_draft_tokens": 3}
 
 
-def costs(**draft: int | list[int]) -> CostModel:
-    settings = SelfConfig(kind="self", **draft)  # type: ignore[arg-type]
+def costs(**draft: Any) -> CostModel:
+    settings = SelfConfig(kind="self", **draft)
     return CostModel(make_spec("7B", free_draft="self", free_settings=settings, **SPEC), H100)
 
 
@@ -28,7 +30,7 @@ def test_a_window_reads_a_small_part_of_a_long_cache() -> None:
 
 
 def test_the_small_cache_is_memory_of_the_draft() -> None:
-    none, window = (memory(costs(**draft).spec, H100)[0] for draft in ({"layers": 8}, {"window": 508}))  # type: ignore[arg-type]
+    none, window = (memory(costs(**draft).spec, H100)[0] for draft in ({"layers": 8}, {"window": 508}))
     a_slot = 2 * 32 * 128 * 32 * 2
     assert none.draft_cache_bytes == 0
     assert window.draft_cache_bytes == pytest.approx(8 * (508 + 4 + 4) * a_slot, rel=0.01)
