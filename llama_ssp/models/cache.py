@@ -15,7 +15,7 @@ Shapes: B sequences, T positions, M = B * T tokens, S slots, U slots that are re
 width of a kept key or value.
 """
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -138,13 +138,27 @@ class StaticCache(Workspace):
 
     def take_slots(self, other: "StaticCache", from_BC: Tensor, layers: Collection[int]) -> None:
         """Copy some slots of each row of another cache to the first ones of the same row here."""
-        from_M, num_slots = (other._first_slot_B1 + from_BC).flatten(), from_BC.shape[1]
-        for number in layers:
-            own, theirs = self._wholes[number], other._wholes[number]
+        for number, held in zip(layers, other.slots(from_BC, layers), strict=True):
+            own = self._wholes[number]
             assert own is not None, "`make_buffers` comes first"
-            assert theirs is not None, "`make_buffers` comes first"
-            held = theirs.flatten(2, 3).flatten(0, 1).index_select(1, from_M.to(theirs.device))
-            own[:, :, :, :num_slots].copy_(held.view(*own.shape[:3], num_slots, -1))
+            own[:, :, :, : from_BC.shape[1]].copy_(held.view(*own.shape[:3], from_BC.shape[1], -1))
+
+    def slots(self, slots_BT: Tensor, layers: Collection[int]) -> list[Tensor]:
+        """What some slots of each row hold, (2 N, B * T, W) of each of these layers."""
+        slots_M = (self._first_slot_B1 + slots_BT).flatten()
+        return [parts.index_select(1, slots_M.to(parts.device)) for parts in self._parts_of(layers)]
+
+    def put_slots(self, slots_BT: Tensor, layers: Collection[int], held: Sequence[Tensor]) -> None:
+        """Put back what `slots` has returned."""
+        slots_M = (self._first_slot_B1 + slots_BT).flatten()
+        for parts, held_2NMW in zip(self._parts_of(layers), held, strict=True):
+            parts.index_copy_(1, slots_M.to(parts.device), held_2NMW)
+
+    def _parts_of(self, layers: Collection[int]) -> Iterator[Tensor]:
+        for number in layers:
+            whole = self._wholes[number]
+            assert whole is not None, "a forward, or `make_buffers`, comes first"
+            yield whole.flatten(2, 3).flatten(0, 1)
 
     def buffers(self, bucket: int, *, in_rows: bool = False) -> "BufferOf":
         """The function from a layer's number, and a source of its new keys and values (M, 2 N, D), to its buffer."""

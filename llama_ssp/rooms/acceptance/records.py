@@ -88,11 +88,8 @@ def _problems(config: RunConfig, explicit: frozenset[str]) -> Iterator[str | NoE
     yield from filter(None, map(unknown_draft, task.drafts))
     if not drafts(config.draft):
         yield "task=acceptance needs a draft: give draft=NAME, or drafts=[NAME,...]"
-    elif drafter_of(config.draft).reads_target:
-        yield (
-            f"task=acceptance reads no draft of the target's own weights, and draft={config.draft.kind} was given: a "
-            "run measures it, and speculation.acceptance= takes what it prints"
-        )
+    elif task.store and drafter_of(config.draft).reads_target:
+        yield f"task.store=true keeps no pair of draft={config.draft.kind}, whose settings vary: leave it out"
     if wrong := [one for one in task.temperatures if not 0 <= one < math.inf]:
         yield f"task.temperatures={task.temperatures}: {wrong[0]} must be 0 or more"
     if len({*task.temperatures}) < len(task.temperatures):

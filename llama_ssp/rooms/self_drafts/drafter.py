@@ -25,6 +25,7 @@ from llama_ssp.ranks.comms import Reads
 from llama_ssp.rooms.self_drafts.records import SelfConfig, chosen_layers, seen_slots
 from llama_ssp.speculate.drafters.drafter import DrafterParts, StepwiseDrafter, TreeTables
 from llama_ssp.speculate.sampling.context import Rows
+from llama_ssp.speculate.sampling.draft import Draft
 from llama_ssp.speculate.sampling.trees import Level, ReadLevel
 from llama_ssp.workspaces import OwnBuckets
 
@@ -118,10 +119,22 @@ class SelfDrafter(StepwiseDrafter):
             part = _Window(target, numbers, sinks=config.sinks, window=config.window or 0, most_nodes=most_nodes)
         super().__init__(part, parts)
         self._part: _Part = part
+        writes = config.restores and seen_slots(config) is None
+        self._slots_T = torch.arange(most_nodes * writes, device=target.device)
         self._places_of = TreeTables(parts.num_draft_tokens, parts.device)
 
     def prefill(self, prompts: Prompts, *, rows: Sequence[int], buckets: Buckets) -> None:
         """Nothing: the target has read the prompts."""
+
+    def propose(self, rows: Rows, **how: Any) -> Draft:
+        """See `Drafter.propose`."""
+        if not self._slots_T.numel():
+            return super().propose(rows, **how)
+        slots_BT, layers = rows.lengths_B[:, None] - 1 + self._slots_T, range(self._target.num_layers)
+        held = self._target.cache.slots(slots_BT, layers)
+        draft = super().propose(rows, **how)
+        self._target.cache.put_slots(slots_BT, layers, held)
+        return draft
 
     def _reading(self, rows: Rows, *, bucket: int, num_unread: int) -> ReadLevel:  # noqa: ARG002
         newest_B1 = rows.lengths_B[:, None] - 1

@@ -1,7 +1,7 @@
 """The record of a target that drafts for itself: its settings, what they must be, what a plan counts. No torch."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from llama_ssp.architectures.family import record_of
@@ -29,6 +29,9 @@ class SelfConfig(DrafterConfig):
         None, "newest tokens that drafting sees, from a small cache of its own; null for all, in the target's cache."
     )
     sinks: int = setting(4, "first tokens of a text that drafting with a window also sees.")
+    restores: bool = setting(
+        False, "true leaves the target's cache as it was, for who drafts along finished texts and verifies nothing."
+    )
 
 
 def chosen_layers(draft: SelfConfig, num_layers: int) -> Sequence[int]:
@@ -97,5 +100,6 @@ def _terms(draft: SelfConfig, round_: RoundSizes) -> DraftTerms:
 # Source: arXiv:2404.16710 (first layers), arXiv:2410.06916 (skipped layers), arXiv:2408.11049 (window and sinks).
 SELF = DrafterRecord(
     name=_KIND, make="llama_ssp.rooms.self_drafts.drafter:SelfDrafter", config=SelfConfig, reads_target=True,
-    has_trees=True, ranges=_RANGES, problems=_problems, terms=_terms, step_name="draft by the target's own layers",
+    alone=lambda draft: replace(draft, restores=True), has_trees=True, ranges=_RANGES, problems=_problems,
+    terms=_terms, step_name="draft by the target's own layers",
 )  # fmt: skip

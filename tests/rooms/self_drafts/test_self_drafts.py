@@ -19,8 +19,10 @@ from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.models.runner import NullRunner
 from llama_ssp.rooms.self_drafts.drafter import SelfDrafter
 from llama_ssp.rooms.self_drafts.records import SelfConfig, chosen_layers
+from llama_ssp.settings.drafters import drafters
 from llama_ssp.speculate.engine.completion import RowCompletion
 from llama_ssp.speculate.engine.round import DraftChoice
+from llama_ssp.speculate.sampling.context import Rows
 from llama_ssp.workspaces import find_parts
 from tests.helpers.composed import check_refused
 from tests.helpers.decoders import (
@@ -172,6 +174,22 @@ def test_greedy_and_coupled_texts_are_those_of_plain_decoding(
     assert ids_of(decode(target, draft, tree=tree, num_new=24, replay=replay, **how)) == ids_of(plain)
 
 
+@pytest.mark.parametrize("name", WAYS)
+def test_a_draft_along_a_finished_text_leaves_the_cache_of_the_target(name: str, target: LeanRunner) -> None:
+    draft = drafters()["self"].alone(SelfConfig(kind="self", **WAYS[name]))
+    drafter = SelfDrafter(parts_of(target=target, config=draft, vocab_size=target.vocab_size))
+    target.allocate(batch_size=2, capacity=40)
+    drafter.allocate(batch_size=2, num_slots=40)
+    text_BT, positions_BT = torch.arange(40).repeat(2, 1), torch.arange(20).repeat(2, 1)
+    with torch.inference_mode():
+        target.forward(text_BT[:, :20], positions_BT, bucket=40)
+        before = target.cache.slots(torch.arange(40).repeat(2, 1), range(4))
+        rows = Rows(text_BT, *3 * [torch.tensor([20, 12])])
+        drafter.propose(rows, num_tokens=NUM_DRAFTED, uniforms_BKP=torch.full((2, NUM_DRAFTED, 2), 0.5), bucket=40)
+        after = target.cache.slots(torch.arange(40).repeat(2, 1), range(4))
+    assert all(map(torch.equal, before, after))
+
+
 @pytest.mark.parametrize("draft", [SelfConfig(kind="self", window=640), SelfConfig(kind="self", layers=4)])
 def test_a_draft_that_sees_and_computes_all_is_accepted_whole(draft: SelfConfig, target: LeanRunner) -> None:
     done = decode(target, draft, temperature=0.0)
@@ -212,7 +230,7 @@ BAD = {
     "draft.layers=2 draft.sinks=3": "draft.sinks has no effect without draft.window",
     "draft.layers=2 model=mixtral_8x7B": "layers are like Llama's",
     "draft.layers=2 speculation.overlap=true": "overlap",
-    "draft.layers=2 task=acceptance": "a run measures it",
+    "draft.layers=2 task=acceptance task.store=true": "keeps no pair of draft=self",
 }
 
 
