@@ -145,7 +145,7 @@ def faults_of_search(job: str) -> Iterator[tuple[str, str | None]]:
             command = shlex.split(line)[3:]
             yield line, refusal(*command, must_fit=True)
     rows = planned(*asked)["search"]
-    for row in rows[:: 1 + len(rows) // 30]:
+    for row in rows[:: 1 + len(rows) // 12]:
         yield " ".join(row["settings"]), refusal(*row["settings"])
 
 
