@@ -220,7 +220,7 @@ class ResultFigures(NamedTuple):
     forecast: Mapping[str, float]
 
 
-class Point(NamedTuple):
+class PointOverK(NamedTuple):
     """A result in a figure over K: its panel, its line there, K, and a value with the ends of its interval."""
 
     panel: str

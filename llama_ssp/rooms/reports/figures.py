@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from llama_ssp.errors import ConfigError
 from llama_ssp.reports.measures import Estimate, RunMeasures, measure, over_runs
-from llama_ssp.reports.records import DISTURBED, NOT_LOSSLESS, PLAIN, SPECULATIVE, Point
+from llama_ssp.reports.records import DISTURBED, NOT_LOSSLESS, PLAIN, SPECULATIVE, PointOverK
 from llama_ssp.reports.runs import SEED, Run, drifts_of, varying_settings
 from llama_ssp.reports.tables import speedup_of
 from llama_ssp.words import visible
@@ -140,7 +140,7 @@ def draw_over_k(runs: Sequence[Run], file: Path) -> None:
     save(figure, file)
 
 
-def of_points(points: Sequence[Point]) -> Figure:
+def of_points(points: Sequence[PointOverK]) -> Figure:
     """Draw the values of results over K, with their intervals, in panels with a line for each kind."""
     figure, drawn = panels(*dict.fromkeys(point.panel for point in points))
     names = [*dict.fromkeys(point.line for point in points)]
