@@ -134,8 +134,8 @@ def test_a_tap_of_the_last_output_is_taken_before_the_final_norm(family: str, tm
     taps = Taps(
         (len(layers), len(layers) + 1), width=model.config.hidden_size, dtype=torch.float32, device=ids_BT.device
     )
-    for each in (runner, taps):
-        each.allocate(batch_size=1, **{"capacity" if each is runner else "num_slots": 64})
+    runner.allocate(batch_size=1, capacity=64)
+    taps.allocate(batch_size=1, num_slots=64)
     with torch.inference_mode():
         normed_TE = model(ids_BT, output_hidden_states=True).hidden_states[-1][0]
         runner.forward(ids_BT, torch.arange(4)[None], bucket=64, taps=taps)
