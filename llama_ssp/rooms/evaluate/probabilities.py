@@ -56,10 +56,14 @@ class SampledText:
 
 
 class TextScore(NamedTuple):
-    """The log-probability of every new token under the target, and the sums of a text with roles."""
+    """The log-probability of every new token under the target, and of a text with roles its sums.
+
+    `expected` is the sum of what the log-probabilities are on average, of a text with roles.
+    """
 
     log_probs: list[float]
     sums: TextSums | None = None
+    expected: float = 0.0
 
 
 class Scorer:
@@ -116,12 +120,14 @@ class Scorer:
                 drafter.prefill(prompts, rows=rows, buckets=self._buckets)
             law = LawSums(len(rows), device, self._rounds) if batch[0].roles and self._reports else None
             begins_BS = _round_starts(roles_BT, first=length) if law and self._rounds.penalizes else None
-            values = [tokens_BS.new_empty(len(rows), 0)]
+            values, means = [tokens_BS.new_empty(len(rows), 0)], [tokens_BS.new_empty(len(rows), 0)]
             scored = self._log_probs_of(tokens_BS, first_BV, length=length, begins_BS=begins_BS)
             for place, (log_probs_BV, forgetful_BV) in enumerate(scored, start=length):
                 next_B1 = tokens_BS[:, place, None]
                 if self._reports:
                     values.append(log_probs_BV.gather(1, next_B1))
+                    if law:
+                        means.append((log_probs_BV.exp() * log_probs_BV).sum(1, keepdim=True))
                 if batch[0].roles and place > length:
                     draft_BV, vocab_size = log_probs_BV, log_probs_BV.shape[-1]
                     if drafter:
@@ -134,8 +140,12 @@ class Scorer:
                             forgetful_BV=None if forgetful_BV is None else forgetful_BV.exp(),
                         )  # fmt: skip
             sums = law.of_texts() if law else [None] * len(batch)
-            found = zip(torch.cat(values, dim=1).tolist(), batch, sums, strict=False)
-            yield [TextScore(row[: len(text.token_ids)], of_text) for row, text, of_text in found]
+            numbers = (torch.cat(one, dim=1).tolist() for one in (values, means))
+            found = zip(*numbers, batch, sums, strict=False)
+            yield [
+                TextScore(row[: len(text.token_ids)], of_text, sum(mean[: len(text.token_ids)]))
+                for row, mean, text, of_text in found
+            ]
 
     def _log_probs_of(
         self, tokens_BS: Tensor, first_BV: Tensor, *, length: int, begins_BS: Tensor | None
@@ -234,7 +244,7 @@ def score(
     if any(was_stopped for was_stopped, _ in results):
         raise InterruptedRun.in_folder(config.run_dir)
     rows = sorted(row for _, found in results for row in found)
-    return [TextScore(log_probs, sums and TextSums(*sums)) for _, (log_probs, sums) in rows]
+    return [TextScore(log_probs, sums and TextSums(*sums), mean) for _, (log_probs, sums, mean) in rows]
 
 
 def _drafter(session: Session, config: RunConfig, taps: Taps | None) -> Drafter:
