@@ -25,6 +25,7 @@ from llama_ssp.groups import whole
 from llama_ssp.manifest import FOLDER, conf_of_rooms
 from llama_ssp.storage.formats import CACHES, NO_QUANTIZATION, OWN_DTYPE, format_of, problem_of
 from llama_ssp.storage.stored import StoredFormat
+from llama_ssp.untyped import Parsed
 
 CONFIG_FILE = "config.json"
 GGUF = ".gguf"
@@ -340,7 +341,7 @@ def read(file: Path) -> dict[str, Any]:
 
 
 @cache
-def _parsed(text: str) -> Any:  # noqa: ANN401 - any YAML
+def _parsed(text: str) -> Parsed:
     """Parse a file once: a search for the best placement reads the catalogue some hundred times."""
     return yaml.load(text, Loader=_Loader)
 

@@ -16,6 +16,8 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from llama_ssp.untyped import Parsed
+
 _SPACE = "▁"
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 _BYTE_OF_LETTER = {letter: byte for byte, letter in bytes_to_unicode().items()}
@@ -48,7 +50,7 @@ def _marked_bytes(text: str) -> bytes:
     return bytes.fromhex(byte[1]) if byte else text.replace(_SPACE, " ").encode()
 
 
-def _steps(decoder: Any) -> Iterable[dict[str, Any]]:  # noqa: ANN401 - JSON
+def _steps(decoder: Parsed) -> Iterable[dict[str, Any]]:
     """A decoder, and the decoders that it is made of."""
     if decoder:
         yield decoder

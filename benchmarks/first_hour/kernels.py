@@ -169,7 +169,7 @@ def _one_attention(  # noqa: PLR0917 - as they are used
 def _ours(where: Where) -> Iterable[str]:
     if not where.is_gpu:
         skip("our attention is for GPUs")
-    from llama_ssp.rooms.gpu.kernels.attention import MOST_ROWS, attend  # noqa: PLC0415 - imports Triton
+    from llama_ssp.rooms.gpu.kernels.attention import MOST_ROWS, attend
 
     return attention(attend, where, most_queries=MOST_ROWS)
 
@@ -203,7 +203,7 @@ def _own_products(where: Where) -> Iterable[str]:
     """Ours of 16-bit weights for up to 16 rows, also where `find_halves` leaves them to cuBLAS."""
     if not where.is_gpu:
         skip("our products of 16-bit weights are for GPUs")
-    from llama_ssp.rooms.gpu.kernels.halves import product_of_halves  # noqa: PLC0415 - imports Triton
+    from llama_ssp.rooms.gpu.kernels.halves import product_of_halves
     from llama_ssp.rooms.gpu.linear import HalvesLinear  # noqa: PLC0415 - of a room
 
     ours = partial(HalvesLinear, few_rows=product_of_halves, most_rows=16)
@@ -228,7 +228,7 @@ def rotary(where: Where) -> Iterator[str]:
         wanted = torch.cat([turned, qkv[:, -num_kv:].double()], 1)
         ways = {"in order": partial(rotate_write, freqs_cis_M1P=turns, slots_M=slots)}
         if where.is_gpu:
-            from llama_ssp.rooms.gpu.kernels import between  # noqa: PLC0415 - imports Triton
+            from llama_ssp.rooms.gpu.kernels import between
 
             own = partial(
                 between.rotate_write, turns_SP2=torch.view_as_real(freqs_SP), positions_BT=positions.contiguous()
@@ -285,7 +285,7 @@ def _add_norm(x_ME: Tensor, added_ME: Tensor, weight_E: Tensor) -> Tensor:
     """The norm of a sum, which overwrites x, as the engine computes it on this device."""
     if not x_ME.is_cuda:
         return RmsNorm(weight_E, EPS)(x_ME.add_(added_ME))
-    from llama_ssp.rooms.gpu.kernels.between import add_norm  # noqa: PLC0415 - imports Triton
+    from llama_ssp.rooms.gpu.kernels.between import add_norm
 
     return add_norm(x_ME, added_ME, weight_E, EPS)
 

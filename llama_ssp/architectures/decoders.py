@@ -5,11 +5,11 @@ The latter have other norms, fused matrices, plain MLPs or multipliers, and run 
 
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from llama_ssp.architectures.family import VOCABULARY_PLAN, Family, layer_plan, unwritten, windows_of_layers
 from llama_ssp.architectures.matrices import ATTENTION, GATED, PLAIN, Inventory, Matrix, decoder
 from llama_ssp.catalogue import ModelShape
+from llama_ssp.untyped import LibraryPart
 
 QKV = ("q_proj", "k_proj", "v_proj")
 _GLM = (*ATTENTION, "gate_up_proj", "down_proj")
@@ -121,7 +121,7 @@ def _of_neo(shape: ModelShape) -> Inventory:
     return replace(found, embeddings=(replace(found.embeddings[0], module="wte"), places))
 
 
-def _windows_of_neo(config: Any) -> tuple[int | None, ...]:  # noqa: ANN401 - the library's config
+def _windows_of_neo(config: LibraryPart) -> tuple[int | None, ...]:
     """Every other layer has a window."""
     return tuple(config.window_size if kind == "local" else None for kind in config.attention_layers)
 

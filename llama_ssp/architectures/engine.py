@@ -6,8 +6,6 @@ from dataclasses import dataclass
 PREFILL_CHUNK = 512  # Tokens of a prompt that go through a model at once, so that memory and masks stay bounded.
 SHORT_PROMPTS = (8, 16, 32, 64, 128)
 """Tokens of prompts that a forward of one shape reads, where attention goes by lengths: a CUDA graph each."""
-SHORT_SLOTS = 2**14
-"""The most cache slots that the tokens of such a forward see together: each token reads its row for itself."""
 _MOST_SCORED = 2**26  # Logits of a forward that scores whole texts, 256 MiB in fp32.
 SLOT_STEP = 8  # Cache slots are multiples of it: attention kernels copy masks of any other width first.
 BUCKET_STEP = {"cuda": 256, "cpu": 64}
@@ -26,14 +24,12 @@ PART_SLOTS, ROW_PROGRAMS = 16, 256
 On an H200, 5 queries over 2048 slots of 32 heads took 25 us with 128 programs, 17 with 256, 15 with 512; and 32 rows
 of 1000 slots and 8 key-value heads took 48, 52 and 74.
 """
-ENDLESS = 2**62  # Looks of a sum's kernel at the flag of another rank.
 OWN_SUM_BYTES, OWN_SUM_RANKS = 2**18, 8
 """The most bytes of a sum by the program's own kernel, beyond which a ring sends fewer, and the most ranks."""
 SOFTMAX_TOKENS = 1024
 """Tokens of a program of the softmax on a GPU: few programs a row, since each reads the sums of all of them."""
 LEAST_SHARED_BYTES = 2**22
 """Logits of a round in fp32 from which on ranks draw over shards: a gather of fewer costs less than more messages."""
-FUSED_SUMS = 2  # Of a layer, that also add to the residual and compute the next norm.
 
 STATE_VALUE_BYTES = 4  # Recurrent states are in fp32, whatever the model is in.
 

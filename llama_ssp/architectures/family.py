@@ -16,6 +16,7 @@ from llama_ssp.architectures.matrices import Inventory, WholeParts, decoder
 from llama_ssp.catalogue import ModelShape
 from llama_ssp.errors import ConfigError, PlacementError, shown
 from llama_ssp.registry import Registry
+from llama_ssp.untyped import LibraryPart, Parsed
 
 
 @cache
@@ -29,14 +30,14 @@ def kinds() -> Mapping[str, Mapping[str, Any]]:
     return found
 
 
-def windows_of_layers(config: Any) -> tuple[int | None, ...]:  # noqa: ANN401 - the library's config
+def windows_of_layers(config: LibraryPart) -> tuple[int | None, ...]:
     """Layers of type `sliding_attention` have the config's window; without types of layers, all have it."""
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * int(config.num_hidden_layers)
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
-def with_slots(config: Any) -> list[int]:  # noqa: ANN401 - the library's config
+def with_slots(config: LibraryPart) -> list[int]:
     """The layers that have keys and values; layers of a kind `hybrid` have a state as well."""
     kinds = getattr(config, "layer_types", None) or [""] * int(config.num_hidden_layers)
     without = {*record_of(config.model_type).recurrent} - {"hybrid"}
@@ -84,7 +85,7 @@ class Family:
         """Key in the registry."""
         return self.model_type
 
-    def windows_of(self, config: Any) -> tuple[int | None, ...]:  # noqa: ANN401 - the library's config
+    def windows_of(self, config: LibraryPart) -> tuple[int | None, ...]:
         """The window of each layer, None for one without."""
         return self.windows(config) if self.windows else (None,) * int(config.num_hidden_layers)
 
@@ -173,7 +174,7 @@ def check_kind(content: Mapping[str, Any], where: object) -> None:
         raise PlacementError(f"{model_type} models{named} do not continue a text token by token: a decoder is required")
 
 
-def num_positions(field: Callable[[str], Any]) -> Any:  # noqa: ANN401 - a field of a config
+def num_positions(field: Callable[[str], Any]) -> Parsed:
     """The number of positions that a model is read at, from a config's fields: with one set of rotary frequencies.
 
     LongRoPE has a second set for longer texts, which would turn all positions again (arXiv:2402.13753).

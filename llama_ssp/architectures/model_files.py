@@ -16,6 +16,7 @@ from llama_ssp.catalogue import CONFIG_FILE, GGUF, GGUF_ALONE
 from llama_ssp.errors import CheckpointError, shown
 from llama_ssp.manifest import absent
 from llama_ssp.storage.stored import QUANTIZATION
+from llama_ssp.untyped import Parsed
 from llama_ssp.weight_changes import CHANGES
 
 MODELOPT_FILE, GPTQ_FILE = "hf_quant_config.json", "quantize_config.json"
@@ -67,7 +68,7 @@ def _is_inner(value: object) -> bool:
     return isinstance(value, dict) and all(_is_token_ids(value.get(name, 0) or 0) for name in _SPECIAL_IDS.split())
 
 
-def _is_counted_kinds(value: Any) -> bool:  # noqa: ANN401 - JSON
+def _is_counted_kinds(value: Parsed) -> bool:
     """Whether this is a list of pairs: kinds of attention, and the number of repetitions."""
     _, is_count = _whole(0, _MAX_LAYERS)
     return _are(list, value) and all(len(pair) == 2 and _are(str, pair[0]) and is_count(pair[1]) for pair in value)  # noqa: PLR2004 - a pair
@@ -239,7 +240,7 @@ def read_model_config(folder: Path) -> dict[str, Any]:
     return content
 
 
-def _decoded(content: dict[str, Any]) -> Any:  # noqa: ANN401 - JSON
+def _decoded(content: dict[str, Any]) -> Parsed:
     """The number that transformers writes as an object, because JSON has none for it; else the object."""
     return float(content["__float__"]) if content in _FLOATS else content
 

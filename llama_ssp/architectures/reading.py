@@ -28,6 +28,7 @@ from llama_ssp.errors import CheckpointError, ConfigError, PlacementError, SspEr
 from llama_ssp.registry import imported
 from llama_ssp.storage.formats import PackedLayout
 from llama_ssp.storage.stored import QUANTIZATION, StoredFormat, layout_of, stored_format
+from llama_ssp.untyped import Parsed
 
 _NAMES = {
     "num_hidden_layers": ("num_hidden_layers", "num_layers", "n_layer", "n_layers"),
@@ -52,7 +53,7 @@ def fields_of(content: Mapping[str, Any]) -> Field:
     kind = kinds().get(str(content.get("model_type")), {})
     names, defaults = kind.get("names", {}), kind.get("defaults", {})
 
-    def field(name: str) -> Any:  # noqa: ANN401 - any field
+    def field(name: str) -> Parsed:
         stored = names.get(name) if names.get(name) in content else name
         return content[stored] if stored in content else defaults.get(name)
 

@@ -16,6 +16,7 @@ from llama_ssp import catalogue
 from llama_ssp.catalogue import Dtype
 from llama_ssp.errors import ConfigError, one_message, similar_name, unknown_name
 from llama_ssp.fields import made, required, setting
+from llama_ssp.untyped import Parsed
 from llama_ssp.words import said
 
 COPY_SHARE = 0.83
@@ -200,7 +201,7 @@ def build(figures: Mapping[str, Any], *, where: str = "") -> HardwareConfig:
     return machine
 
 
-def _read_machine(figures: Any) -> tuple[HardwareConfig, list[str]]:  # noqa: ANN401 - what a file holds
+def _read_machine(figures: Parsed) -> tuple[HardwareConfig, list[str]]:
     problems: list[str] = []
     machine = _part(HardwareConfig, figures, "hardware", problems)
     if isinstance(figures, Mapping):
@@ -242,7 +243,7 @@ def _value(kind: Any, value: Any, path: str, problems: list[str]) -> Any:  # noq
     return int(value) if kind is int and not found else value
 
 
-def _problems_of_figure(kind: object, value: Any, path: str) -> Iterator[str]:  # noqa: ANN401 - what a file holds
+def _problems_of_figure(kind: object, value: Parsed, path: str) -> Iterator[str]:
     if get_origin(kind) is list:
         yield f"{path} must be a list, not {value!r}"
     elif kind == dict[str, float]:
@@ -268,7 +269,7 @@ def _problems_of_rates(rates: object, path: str) -> Iterator[str]:
         yield from _problems_of_number(rate, f"{path}.{name}")
 
 
-def _problems_of_number(value: Any, path: str, *, is_whole: bool = False) -> Iterator[str]:  # noqa: ANN401 - as above
+def _problems_of_number(value: Parsed, path: str, *, is_whole: bool = False) -> Iterator[str]:
     may_be_zero = path.rpartition(".")[2] in _MAY_BE_ZERO
     wanted, least = "a whole number" if is_whole else "a number", "0 or more" if may_be_zero else "above 0"
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

@@ -35,10 +35,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from llama_ssp.architectures.engine import PREFILL_CHUNK, SHORT_SLOTS, short_size
+from llama_ssp.architectures.engine import PREFILL_CHUNK, short_size
 from llama_ssp.models.cache import Taps
 from llama_ssp.models.runner import NullRunner, Pieces, Runner
 from llama_ssp.models.upload import to_device
+
+_SHORT_SLOTS = 2**14
+"""The most cache slots that the tokens of a short forward see together: each token reads its row for itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -303,7 +306,7 @@ def _read_packed(
 def _is_short(prompts: Prompts) -> bool:
     counts = [length - start for start, length in zip(prompts.starts, prompts.lengths, strict=True)]
     num_slots = sum(count * length for count, length in zip(counts, prompts.lengths, strict=True))
-    return short_size(sum(counts)) > 0 and num_slots <= SHORT_SLOTS
+    return short_size(sum(counts)) > 0 and num_slots <= _SHORT_SLOTS
 
 
 def _read_short(

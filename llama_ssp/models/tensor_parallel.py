@@ -41,6 +41,7 @@ from llama_ssp.models.huggingface.recurrent import shared_heads
 from llama_ssp.models.vocabulary import embed
 from llama_ssp.models.weights import Slice
 from llama_ssp.ranks.comms import Comm
+from llama_ssp.untyped import LibraryPart
 
 EXPERTS = "moe_tp_experts"
 """The library's style of a module of experts, each of which is cut."""
@@ -280,7 +281,7 @@ def _size_of(module: nn.Module, style: str) -> int:
     return size
 
 
-def _cut_experts(experts: Any, shard: RankShard, comm: Comm) -> None:  # noqa: ANN401 - of transformers
+def _cut_experts(experts: LibraryPart, shard: RankShard, comm: Comm) -> None:
     """Keep this rank's units of each expert, or its experts, and add up the ranks' results.
 
     The first one adds the last bias of experts that are cut.
@@ -315,7 +316,7 @@ def _cut_experts(experts: Any, shard: RankShard, comm: Comm) -> None:  # noqa: A
     _cut_parameters(experts, slices)
 
 
-def _cut_recurrent(mixer: Any, shard: RankShard, comm: Comm) -> None:  # noqa: ANN401 - of transformers
+def _cut_recurrent(mixer: LibraryPart, shard: RankShard, comm: Comm) -> None:
     """Keep this rank's key heads of a recurrence, with their value heads, and add up the ranks' results."""
     num_heads = shared_heads(mixer)
     heads = split_blocks(num_heads, shard.num_ranks)[shard.rank]
@@ -334,7 +335,7 @@ def _cut_recurrent(mixer: Any, shard: RankShard, comm: Comm) -> None:  # noqa: A
             _cut_parameters(module, {"weight": Slice(1, (own(module.in_features),))})
         elif isinstance(module, nn.Linear) and not name.endswith("_a_proj"):  # features of one key head after the other
             _cut_parameters(module, {"weight": Slice(0, (own(module.out_features),))})
-    decays = getattr(mixer, "forget_gate", mixer)
+    decays: LibraryPart = getattr(mixer, "forget_gate", mixer)
     slices = {"A_log": Slice(decays.A_log.shape.index(decays.A_log.numel()), (own(decays.A_log.numel()),))}
     _cut_parameters(decays, slices | {"dt_bias": Slice(0, (own(len(decays.dt_bias)),))})
     for name in ("num_k_heads", "num_v_heads", "num_heads", "key_dim", "value_dim", "qkv_dim"):
@@ -347,7 +348,9 @@ _CUT_AS_ONE = {EXPERTS: _cut_experts, RECURRENT: _cut_recurrent}
 """Functions by style that cut a module with all that is in it."""
 
 
-def _keep_own(shard: RankShard, experts: Any, args: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:  # noqa: ANN401
+def _keep_own(
+    shard: RankShard, experts: LibraryPart, args: tuple[Tensor, Tensor, Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
     """Drop the experts of other ranks; the library's modules multiply their first expert by 0 instead."""
     x_ME, chosen_MK, weights_MK = args
     is_own_MK = chosen_MK % shard.num_ranks == shard.rank
@@ -355,7 +358,7 @@ def _keep_own(shard: RankShard, experts: Any, args: tuple[Tensor, Tensor, Tensor
     return x_ME, (chosen_MK // shard.num_ranks).where(is_own_MK, elsewhere), weights_MK * is_own_MK
 
 
-def _cut_parameters(module: Any, slices: dict[str, Slice]) -> None:  # noqa: ANN401 - of transformers
+def _cut_parameters(module: LibraryPart, slices: dict[str, Slice]) -> None:
     """Keep slices of parameters of a module, empty."""
     for name, (dim, parts) in slices.items():
         sizes = list(getattr(module, name).shape)
@@ -364,7 +367,7 @@ def _cut_parameters(module: Any, slices: dict[str, Slice]) -> None:  # noqa: ANN
     module.slices = slices  # read by `loading`
 
 
-def _cut_heads(attention: Any, own: RankShard) -> None:  # noqa: ANN401 - of transformers
+def _cut_heads(attention: LibraryPart, own: RankShard) -> None:
     """Keep attention's parameters of this rank's heads, and set its numbers of heads.
 
     Its own vectors (sinks, biases of gates) have a number for each head, matrices of norms a row, and lists a module.

@@ -36,6 +36,7 @@ LIBRARY_SHARE = {"cuda": 2.0, "cpu": 4.0}
 calls, 57 to 142 in the families with records, with experts' operators."""
 CPU_SLOWDOWN_16_BITS = 3.0
 """Products in bf16 relative to fp32 with 16-bit weights; estimated from whole models on one CPU, 2.5 to 3.7."""
+_FUSED_SUMS = 2  # Of a layer, that also add to the residual and compute the next norm.
 USUAL_SHARE = 0.75
 """Share of the best product's rate that prompts and large batches reach (`flops_share`)."""
 UNPACKING_S = 0.8e-9
@@ -277,7 +278,7 @@ def _layer_s(placement: ModelPlacement, hardware: HardwareConfig, tokens: int) -
     share = 1.0 if placement.model.is_lean else LIBRARY_SHARE[hardware.device]
     if placement.cuda_graphs:
         kernels = placement.kernels
-        fused = engine.FUSED_SUMS if placement.own_sums and placement.sum_bytes(tokens) <= engine.OWN_SUM_BYTES else 0
+        fused = _FUSED_SUMS if placement.own_sums and placement.sum_bytes(tokens) <= engine.OWN_SUM_BYTES else 0
         return (kernels.layer - fused if placement.model.is_lean else kernels.library_layer) * hardware.kernel_s
     # The compiled layer needs fused multiply-add, which no data sheet here mentions and nearly every CPU has.
     is_compiled = hardware.device == "cpu" and placement.model.is_lean and placement.model.dtype is Dtype.fp32

@@ -36,7 +36,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from threading import Event, Thread
-from typing import Any, Self, TypeVar
+from typing import Self, TypeVar
 
 import torch.distributed as dist
 from torch.distributed import DistError
@@ -48,6 +48,7 @@ from llama_ssp.ranks.comms import Comm
 from llama_ssp.ranks.gpu import DeviceWait
 from llama_ssp.ranks.memory import exhaustion, explained_by_nccl, is_of_nccl
 from llama_ssp.ranks.process import Agent, at_exit, ignore_signals, listen, meeting_host
+from llama_ssp.untyped import Parsed
 
 _ERRORS = {
     kind.__name__: kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, SspError)
@@ -75,7 +76,7 @@ def raise_on_all_ranks(comm: Comm) -> Iterator[None]:
         raise from_message(messages[failed[0]] + where) from mine
 
 
-def from_rank_0(comm: Comm, make: Callable[[], object]) -> Any:  # noqa: ANN401 - whatever JSON can hold
+def from_rank_0(comm: Comm, make: Callable[[], object]) -> Parsed:
     """Return what `make` returns on rank 0, as JSON holds it, on every rank; an SspError of it is raised on all."""
     text = ""
     with raise_on_all_ranks(comm):

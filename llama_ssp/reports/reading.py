@@ -17,6 +17,7 @@ import yaml
 
 from llama_ssp.architectures.model_files import is_deep
 from llama_ssp.settings.schema import RunConfig
+from llama_ssp.untyped import Parsed
 
 MOST_BYTES = 64 << 20
 """Largest `summary.json`."""
@@ -79,7 +80,7 @@ def _restored(expected: Any, value: object, *, where: str) -> object:  # noqa: A
     return value
 
 
-def _fits(expected: object, value: Any, *, signed: bool) -> bool:  # noqa: ANN401 - any parsed JSON
+def _fits(expected: object, value: Parsed, *, signed: bool) -> bool:
     if expected is Any:
         return not is_deep(value, _MOST_DEPTH)
     if expected is float and type(value) in (int, float):

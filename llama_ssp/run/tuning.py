@@ -8,7 +8,6 @@ import math
 import time
 from collections.abc import Sequence
 from statistics import linear_regression
-from typing import Any
 
 from llama_ssp.architectures.engine import CATCH_UP_CHUNK
 from llama_ssp.errors import ConfigError
@@ -25,6 +24,7 @@ from llama_ssp.speculate.engine.adaptive import AdaptiveLength, RoundCosts
 from llama_ssp.speculate.engine.loop import Decoder
 from llama_ssp.speculate.engine.round import DraftChoice
 from llama_ssp.speculate.engine.state import Request
+from llama_ssp.untyped import Parsed
 
 _NUM_WARM, _NUM_TIMED, _ENOUGH_S = 2, 16, 2.0
 
@@ -133,7 +133,7 @@ def _on_a_line(seconds: dict[DraftChoice, float], *, fitted: list[DraftChoice]) 
     return {choice: max(first + slope * choice.num_tokens, least) for choice in seconds}
 
 
-def _read_costs(content: Any, choices: list[DraftChoice]) -> RoundCosts:  # noqa: ANN401 - of a file
+def _read_costs(content: Parsed, choices: list[DraftChoice]) -> RoundCosts:
     rounds = {DraftChoice(cost["num_tokens"], cost["source"]): cost["seconds"] for cost in content["rounds"]}
     catch_up = tuple(content["catch_up_seconds"])
     if [*rounds] != choices or min(rounds.values()) <= 0 or min(catch_up) < 0 or len(catch_up) <= choices[-1].source:

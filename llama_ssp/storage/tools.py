@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from llama_ssp.errors import shown
 from llama_ssp.storage.formats import INT4_GROUPS, Block, Found, PackedLayout
+from llama_ssp.untyped import Parsed
 
 COMPRESSED, GPTQ, AWQ, AUTO_ROUND, BITSANDBYTES, MODELOPT = (
     "compressed-tensors", "gptq", "awq", "auto-round", "bitsandbytes", "modelopt",
@@ -131,7 +132,7 @@ def weights_of(described: object) -> list[Any]:
     return [field_of(group, "weights") for group in groups.values()] if isinstance(groups, dict) else []
 
 
-def field_of(described: object, name: str) -> Any:  # noqa: ANN401 - JSON
+def field_of(described: object, name: str) -> Parsed:
     """A field of an object; None of anything else."""
     return described.get(name) if isinstance(described, dict) else None
 

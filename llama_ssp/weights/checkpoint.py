@@ -31,6 +31,7 @@ from llama_ssp.draft_heads import HeadFile, head_file
 from llama_ssp.errors import CheckpointError, shown
 from llama_ssp.storage.formats import PackedLayout
 from llama_ssp.storage.stored import QUANTIZATION, layout_of, unreadable
+from llama_ssp.untyped import Parsed
 from llama_ssp.weights.experts import join_convolutions, join_experts
 from llama_ssp.weights.packed import combine
 from llama_ssp.weights.source import ListedTensor, StoredTensor, Wanted, read_header
@@ -109,7 +110,7 @@ def shape_of(config: PretrainedConfig) -> ModelShape:
     """The sizes of a model; sizes that its family does not store are derived from the rest."""
     content = config.to_dict()
 
-    def field(name: str) -> Any:  # noqa: ANN401 - any field
+    def field(name: str) -> Parsed:
         return content[name] if name in content else getattr(config, name, None)
 
     return shape_from(field, ties=config.tie_word_embeddings)

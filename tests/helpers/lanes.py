@@ -32,10 +32,9 @@ def sample(values: Iterable[str], *, always: Collection[str], every: int = 12) -
     return [*sorted(always), *(slow(value) if place % every else heavy(value) for place, value in enumerate(others))]
 
 
-def grid(**axes: Sequence[object]) -> pytest.MarkDecorator:
+def grid(*, where: Callable[..., bool] = lambda **_: True, **axes: Sequence[object]) -> pytest.MarkDecorator:
     """All combinations of some arguments: as `pairs`, and those that `pairs` leaves out run with --slow."""
-    cases = [*product(*(range(len(values)) for values in axes.values()))]
-    return _cases(axes, dict.fromkeys(cases, pytest.mark.slow) | _lanes(axes))
+    return _cases(axes, dict.fromkeys(_chosen(axes, where), pytest.mark.slow) | _lanes(axes, where))
 
 
 def pairs(*, where: Callable[..., bool] = lambda **_: True, **axes: Sequence[object]) -> pytest.MarkDecorator:
@@ -46,16 +45,18 @@ def pairs(*, where: Callable[..., bool] = lambda **_: True, **axes: Sequence[obj
     return _cases(axes, _lanes(axes, where))
 
 
-def _lanes(axes: Mapping[str, Sequence[object]], where: Callable[..., bool] = lambda **_: True) -> dict[Case, Any]:
+def _lanes(axes: Mapping[str, Sequence[object]], where: Callable[..., bool]) -> dict[Case, Any]:
     """The marks of the cases in which values meet; all cases of two arguments."""
-    cases = product(*(range(len(values)) for values in axes.values()))
-    chosen = [
+    meeting = _covering(_chosen(axes, where), 2)
+    return dict.fromkeys(meeting, pytest.mark.heavy) | dict.fromkeys(_covering(meeting, 1), ())
+
+
+def _chosen(axes: Mapping[str, Sequence[object]], where: Callable[..., bool]) -> list[Case]:
+    return [
         case
-        for case in cases
+        for case in product(*(range(len(values)) for values in axes.values()))
         if where(**{name: values[place] for (name, values), place in zip(axes.items(), case, strict=True)})
     ]
-    meeting = _covering(chosen, 2)
-    return dict.fromkeys(meeting, pytest.mark.heavy) | dict.fromkeys(_covering(meeting, 1), ())
 
 
 def _cases(axes: Mapping[str, Sequence[object]], marks: Mapping[Case, Any]) -> pytest.MarkDecorator:

@@ -5,7 +5,6 @@ D head dim.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +13,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from llama_ssp.models.attention import attend_by_position
+from llama_ssp.untyped import LibraryPart
 
 Form = Callable[..., tuple[Tensor, None]]
 
@@ -24,7 +24,7 @@ BY_POSITION = {"sdpa": "sdpa_by_position", SOFTCAPPED: "softcapped_by_position"}
 
 
 def _softcapped(
-    module: Any,  # noqa: ANN401 - of transformers
+    module: LibraryPart,
     query: Tensor,
     key: Tensor,
     value: Tensor,

@@ -23,6 +23,7 @@ from llama_ssp.models.huggingface.experts import experts_of
 from llama_ssp.models.huggingface.modules import build_empty, is_linear
 from llama_ssp.models.huggingface.recurrent import mixers_of, shared_heads, state_of
 from llama_ssp.models.tensor_parallel import RECURRENT, cut_dim
+from llama_ssp.untyped import LibraryPart
 from llama_ssp.weights.checkpoint import inspect
 from llama_ssp.weights.source import WeightSource
 
@@ -150,7 +151,7 @@ class _Counting(Cache):
         return 0
 
 
-def _cached_values(model: Any, shape: ModelShape) -> int:  # noqa: ANN401 - any model of transformers
+def _cached_values(model: LibraryPart, shape: ModelShape) -> int:
     """The values of a token that all layers cache; 0 if a forward without weights does not tell.
 
     Of a recurrent family, whose forward does not, the layers with slots cache values.

@@ -17,9 +17,10 @@ from llama_ssp.architectures.matrices import distinct
 from llama_ssp.kernels.linear import Kernel, native_of
 from llama_ssp.models.quantization.weight_only import JoinedExperts, join_experts
 from llama_ssp.storage.formats import FEW_ROWS
+from llama_ssp.untyped import LibraryPart
 
 
-def can_be_own(module: Any) -> bool:  # noqa: ANN401 - any module
+def can_be_own(module: LibraryPart) -> bool:
     """Whether a module holds experts with a gate, as (X, 2 I, E) and (X, E, I) or transposed, and no norm after."""
     has_gate = getattr(module, "has_gate", False) and hasattr(module, "gate_up_proj")
     return bool(has_gate) and not getattr(module, "has_post_expert_norm", False)
@@ -85,7 +86,7 @@ class OwnExperts(nn.Module):
 
     in_round = True
 
-    def __init__(self, module: Any, kernel: Kernel) -> None:  # noqa: ANN401 - of transformers
+    def __init__(self, module: LibraryPart, kernel: Kernel) -> None:
         super().__init__()
         self._gate = module._apply_gate
         # They leave experts to other ranks, and add up what the ranks compute.

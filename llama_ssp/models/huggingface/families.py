@@ -18,6 +18,7 @@ from llama_ssp.architectures.decoders import GPT_NEO
 from llama_ssp.architectures.family import record_of
 from llama_ssp.errors import CheckpointError
 from llama_ssp.registry import imported
+from llama_ssp.untyped import LibraryPart
 from llama_ssp.weights.source import WeightSource
 
 
@@ -74,7 +75,7 @@ def adapt_gpt_neo(model: PreTrainedModel) -> None:
     model.config._attn_implementation = "sdpa"
 
 
-def _attend(module: Any, number: int, *qkv_and_masks: Tensor) -> tuple[Tensor, None]:  # noqa: ANN401
+def _attend(module: LibraryPart, number: int, *qkv_and_masks: Tensor) -> tuple[Tensor, None]:
     """Attention (B, H, T, D) with the layer's own mask of (B, W, T, S), for any attention that transformers knows."""
     attend = ALL_ATTENTION_FUNCTIONS[module.config._attn_implementation]
     *qkv, masks_BWTS = qkv_and_masks

@@ -43,6 +43,7 @@ from llama_ssp.models.weights import (
 )
 from llama_ssp.registry import imported
 from llama_ssp.storage.formats import NO_QUANTIZATION, easiest_format
+from llama_ssp.untyped import LibraryPart
 from llama_ssp.weights.source import WeightSource, tap_source
 from llama_ssp.words import said
 
@@ -248,13 +249,13 @@ def layers_of(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
 class SharedOutput(nn.Module):
     """The output of another model, without what that model's forwards hook to it."""
 
-    def __init__(self, module: Any) -> None:  # noqa: ANN401 - of transformers, or ours
+    def __init__(self, module: LibraryPart) -> None:
         super().__init__()
         # A tuple, since a module would become a part of this one.
         self._held = module.forward, getattr(module, "shared", None) or module
 
     @property
-    def shared(self) -> Any:  # noqa: ANN401
+    def shared(self) -> LibraryPart:
         """See `OwnLinear`."""
         return self._held[1]
 

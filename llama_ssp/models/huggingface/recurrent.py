@@ -8,6 +8,7 @@ Shapes: B sequences, T tokens, E hidden size, C channels, H heads, N width of a 
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from transformers.activations import ACT2FN
 from llama_ssp import operators
 from llama_ssp.kernels.recurrence import HeadLayout, Steps, recur
 from llama_ssp.models.states import LayerState, StateView
+from llama_ssp.untyped import LibraryPart
 
 _Mix = Callable[[Any, Tensor, StateView], Tensor]
 _SAME_PARTS = ("norm", "o_norm"), ("out_proj", "o_proj")
@@ -36,7 +38,7 @@ def mixers_of(model: nn.Module) -> Iterator[Any]:
     return (module for module in model.modules() if isinstance(convolution_of(module), nn.Conv1d))
 
 
-def state_of(mixer: Any) -> LayerState:  # noqa: ANN401 - of transformers
+def state_of(mixer: LibraryPart) -> LayerState:
     """The sizes of a layer's state on this rank."""
     weight_C1W = convolution_of(mixer).weight
     shape: tuple[int, ...] = ()
@@ -48,21 +50,21 @@ def state_of(mixer: Any) -> LayerState:  # noqa: ANN401 - of transformers
     return LayerState(mixer.layer_idx, len(weight_C1W), weight_C1W.shape[-1], shape, weight_C1W.device)
 
 
-def shared_heads(mixer: Any) -> int:  # noqa: ANN401 - of transformers
+def shared_heads(mixer: LibraryPart) -> int:
     """Key heads of a delta rule, which ranks share; 0 for other layers."""
     return (getattr(mixer, "num_k_heads", 0) or mixer.num_heads) if _is_delta(mixer) else 0
 
 
-def _is_delta(mixer: Any) -> bool:  # noqa: ANN401 - of transformers
+def _is_delta(mixer: LibraryPart) -> bool:
     return hasattr(mixer, "head_v_dim") or hasattr(mixer, "forget_gate")
 
 
-def convolution_of(mixer: Any) -> Any:  # noqa: ANN401 - of transformers
+def convolution_of(mixer: LibraryPart) -> LibraryPart:
     """The convolution of a layer; None of other modules."""
     return getattr(mixer, "conv1d", None) or getattr(mixer, "conv", None)
 
 
-def _forward(mixer: Any, library: Callable[..., Tensor], hidden_states: Tensor, **options: Any) -> Tensor:  # noqa: ANN401
+def _forward(mixer: LibraryPart, library: Callable[..., Tensor], hidden_states: Tensor, **options: Any) -> Tensor:
     cache = options.pop("cache_params" if "cache_params" in options else "past_key_values", None)
     states: StateView | None = getattr(cache, "states", None)
     if states is None:
@@ -70,14 +72,14 @@ def _forward(mixer: Any, library: Callable[..., Tensor], hidden_states: Tensor, 
     return mix_of(mixer)(mixer, hidden_states, states)
 
 
-def mix_of(mixer: Any) -> _Mix:  # noqa: ANN401 - of transformers
+def mix_of(mixer: LibraryPart) -> _Mix:
     """The forward of a layer on our states."""
     if _is_delta(mixer):
         return _gated_delta
     return _mamba2 if hasattr(mixer, "ssm_state_size") else _short_convolution
 
 
-def _gated_delta(mixer: Any, x_BTE: Tensor, states: StateView) -> Tensor:  # noqa: ANN401
+def _gated_delta(mixer: LibraryPart, x_BTE: Tensor, states: StateView) -> Tensor:
     own = _own_kernels(mixer, states)
     mixed_BTX, gates, rates, decays = _projected(mixer, x_BTE, is_whole=not own)
     factor = 2.0 if getattr(mixer, "allow_neg_eigval", False) else 1.0
@@ -97,13 +99,13 @@ def _gated_delta(mixer: Any, x_BTE: Tensor, states: StateView) -> Tensor:  # noq
     return mixed_BTE
 
 
-def _steps_of_delta(mixer: Any, mixed_BTC: Tensor, rates_BTH: Tensor, decays: Tensor) -> Steps:  # noqa: ANN401
+def _steps_of_delta(mixer: LibraryPart, mixed_BTC: Tensor, rates_BTH: Tensor, decays: Tensor) -> Steps:
     num_heads, key_dim, value_dim = state_of(mixer).shape
     value_width = num_heads * value_dim
     key_width = (mixed_BTC.shape[-1] - value_width) // 2
     queries, keys, values = mixed_BTC.split([key_width, key_width, value_width], -1)
     queries, keys = (_normed(_by_heads(part, key_dim, num_heads)) for part in (queries, keys))
-    decay = getattr(mixer, "forget_gate", mixer)
+    decay: LibraryPart = getattr(mixer, "forget_gate", mixer)
     times_BTHD = functional.softplus(decays.flatten(2).float() + decay.dt_bias).unflatten(-1, (num_heads, -1))
     log_decays_BTHD = -decay.A_log.float().exp().view(-1, 1) * times_BTHD
     return Steps(
@@ -112,7 +114,7 @@ def _steps_of_delta(mixer: Any, mixed_BTC: Tensor, rates_BTH: Tensor, decays: Te
     )  # fmt: skip
 
 
-def _projected(mixer: Any, x_BTE: Tensor, *, is_whole: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # noqa: ANN401
+def _projected(mixer: LibraryPart, x_BTE: Tensor, *, is_whole: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Inputs of the convolution, gates, and rates and decays before their functions, these two by key heads.
 
     Unless the inputs must be `is_whole`, other numbers may stand between them; see `_layout_of`.
@@ -139,7 +141,7 @@ def _projected(mixer: Any, x_BTE: Tensor, *, is_whole: bool) -> tuple[Tensor, Te
     return x_BTX, gates, rates.unflatten(-1, (num_keys, -1)), decays.unflatten(-1, (num_keys, -1))
 
 
-def _layout_of(mixer: Any) -> HeadLayout:  # noqa: ANN401
+def _layout_of(mixer: LibraryPart) -> HeadLayout:
     """The layout of a layer's queries, keys and values."""
     num_heads, key_dim, value_dim = state_of(mixer).shape
     if _is_delta(mixer):
@@ -157,7 +159,7 @@ def _layout_of(mixer: Any) -> HeadLayout:  # noqa: ANN401
     return HeadLayout((first, second, third), (key_dim, value_width // num_keys), channels, num_keys)
 
 
-def _mamba2(mixer: Any, x_BTE: Tensor, states: StateView) -> Tensor:  # noqa: ANN401
+def _mamba2(mixer: LibraryPart, x_BTE: Tensor, states: StateView) -> Tensor:
     projected = mixer.in_proj(x_BTE * mixer.ssm_in_multiplier if hasattr(mixer, "ssm_in_multiplier") else x_BTE)
     if hasattr(mixer, "mup_vector"):
         projected = projected * mixer.mup_vector
@@ -178,7 +180,7 @@ def _mamba2(mixer: Any, x_BTE: Tensor, states: StateView) -> Tensor:  # noqa: AN
     return mixed_BTE
 
 
-def _recurred_by_mamba2(mixer: Any, mixed_BTC: Tensor, times_BTH: Tensor, states: StateView) -> Tensor:  # noqa: ANN401
+def _recurred_by_mamba2(mixer: LibraryPart, mixed_BTC: Tensor, times_BTH: Tensor, states: StateView) -> Tensor:
     num_heads = len(mixer.A_log)
     value_width = num_heads * mixer.head_dim
     key_width = (mixed_BTC.shape[-1] - value_width) // 2
@@ -192,13 +194,13 @@ def _recurred_by_mamba2(mixer: Any, mixed_BTC: Tensor, times_BTH: Tensor, states
     return read_BTHP + skipped_BTHP
 
 
-def _short_convolution(mixer: Any, x_BTE: Tensor, states: StateView) -> Tensor:  # noqa: ANN401
+def _short_convolution(mixer: LibraryPart, x_BTE: Tensor, states: StateView) -> Tensor:
     inner, outer, values = mixer.in_proj(x_BTE).chunk(3, -1)
     mixed_BTE: Tensor = mixer.out_proj(outer * _convolved(mixer, inner * values, states))
     return mixed_BTE
 
 
-def _own_kernels(mixer: Any, states: StateView) -> Any:  # noqa: ANN401
+def _own_kernels(mixer: LibraryPart, states: StateView) -> ModuleType | None:
     """Our kernels, if a layer has them and a forward keeps the states after all of its tokens."""
     return getattr(mixer, "own_kernels", None) if states.keeps_all else None
 
@@ -212,7 +214,7 @@ def use_own_kernels(model: PreTrainedModel, device: torch.device) -> None:
             mixer.own_kernels = found
 
 
-def _convolved(mixer: Any, x_BTC: Tensor, states: StateView) -> Tensor:  # noqa: ANN401
+def _convolved(mixer: LibraryPart, x_BTC: Tensor, states: StateView) -> Tensor:
     """Each channel's sum over the newest tokens, and its activation if it has one."""
     conv = convolution_of(mixer)
     x_BTC = states.with_inputs_before(mixer.layer_idx, x_BTC)
@@ -221,7 +223,7 @@ def _convolved(mixer: Any, x_BTC: Tensor, states: StateView) -> Tensor:  # noqa:
     return (ACT2FN[activation](y_BCT) if activation else y_BCT).transpose(1, 2)
 
 
-def _recurred(mixer: Any, steps: Steps, states: StateView) -> Tensor:  # noqa: ANN401
+def _recurred(mixer: LibraryPart, steps: Steps, states: StateView) -> Tensor:
     """Outputs (B, T, H, P) of the recurrence, whose states are kept."""
     number, takes_BT = mixer.layer_idx, states.takes.to(steps.keys.device)
     read_BHTP, kept = recur(states.state(number), steps.masked(takes_BT), keeps_all=states.keeps_all)

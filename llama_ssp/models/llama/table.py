@@ -18,7 +18,6 @@ Shapes: V vocabulary, E hidden size, D head dim.
 
 import math
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,13 +27,14 @@ from llama_ssp.architectures.family import check_servable, inventory, record_of
 from llama_ssp.architectures.matrices import HEAD_CUTS, Inventory, Matrix, WholeParts, cut_of
 from llama_ssp.catalogue import ModelShape
 from llama_ssp.models.weights import LINEAR, OTHER, Loading, Matched, Parameter, StoredSlice, Weights, config_errors
+from llama_ssp.untyped import LibraryPart
 from llama_ssp.weights.source import TapSource, WeightSource, tap_source
 
 EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def llama_table(
-    config: Any,  # noqa: ANN401 - of transformers
+    config: LibraryPart,
     shape: ModelShape,
     *,
     whole: WholeParts = WholeParts.none,
@@ -119,7 +119,7 @@ def lean_weights(loading: Loading, *, has_embedding: bool, places: Mapping[str, 
     return Weights(loading, rows, places=places)
 
 
-def rotary_of(config: Any) -> tuple[Tensor, float]:  # noqa: ANN401 - of transformers
+def rotary_of(config: LibraryPart) -> tuple[Tensor, float]:
     """The inverse frequencies (D / 2,) of the rotary embedding, and the factor of its sines and cosines.
 
     Frequencies hold for the first positions; see `family.num_positions`.

@@ -72,7 +72,7 @@ def _dispatch(model: PreTrainedModel, placed: Mapping[str, torch.device], first:
     """Add accelerate's hooks to a filled model; a single device needs none."""
     if len(set(placed.values())) == 1:
         return
-    from accelerate import dispatch_model  # noqa: PLC0415 - needed only by this kind of target
+    from accelerate import dispatch_model
 
     def named(where: torch.device) -> int | str:
         return where.index if where.type == "cuda" else where.type

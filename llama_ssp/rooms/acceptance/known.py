@@ -17,7 +17,7 @@ def of_run(config: RunConfig) -> "Callable[[PlannedPair], Acceptance | None]":
     """Who knows pairs for a config; raises as `plans.of_trace`."""
     if (folder := getattr(config, "trace", None)) is None:  # the library's settings are without those of rooms
         return partial(_stored, config)
-    from llama_ssp.rooms.acceptance.plans import of_trace  # noqa: PLC0415 - numpy takes a tenth of a second
+    from llama_ssp.rooms.acceptance.plans import of_trace
 
     return of_trace(config, folder)
 
@@ -26,6 +26,6 @@ def _stored(config: RunConfig, pair: "PlannedPair") -> "Acceptance | None":
     """What the stored trace of a pair says; None without one."""
     if not (file := stored_file(pair.target, pair.draft)).is_file():
         return None
-    from llama_ssp.rooms.acceptance.plans import in_file  # noqa: PLC0415 - as above
+    from llama_ssp.rooms.acceptance.plans import in_file
 
     return in_file(config, file, pair)

@@ -33,9 +33,10 @@ from llama_ssp.speculate.sampling.rules import Rule, make_rule
 from llama_ssp.speculate.sampling.uniforms import PER_DRAW
 
 LOG_P, EXPECTED, VARIANCE = "log_p", "expected_log_p", "variance_log_p"
-LOG_Q, LOG_RACE = "log_q", "log_race"
+LOG_Q, LOG_RACE, PROPOSED = "log_q", "log_race", "proposed"
 """Names of numbers; `page.md` says what each means."""
 _NEVER = float("-inf")
+_FILLING = {LOG_Q: _NEVER, LOG_RACE: _NEVER, PROPOSED: 0}
 _PER_LAW = 6
 """Tensors of a chunk's probabilities that are alive at once."""
 
@@ -273,7 +274,8 @@ class _Whole:
             found = _of_proposals(scores_BTV.argmax(-1), ids_BT)
         else:
             found = _of_draft(scores_BTV, laws_BTV, ids_BT)
-        self._found.append({name: values_BT.masked_fill(beyond_BT, _NEVER) for name, values_BT in found.items()})
+        found = {name: values_BT.masked_fill(beyond_BT, _NEVER) for name, values_BT in found.items()}
+        self._found.append(found | {PROPOSED: scores_BTV.argmax(-1)})
 
     def _known(self, ids: Tensor) -> Tensor:
         assert self._runner
@@ -327,16 +329,21 @@ class _Steps:
         if laws_BSV is None:
             return
         ids_BJ = batch.tokens(start, stop)
+        proposed_BJ = draft.ids_BK
         if draft.is_certain:
-            found = _of_proposals(draft.ids_BK, ids_BJ)
+            found = _of_proposals(proposed_BJ, ids_BJ)
         else:
             laws_BJV = laws_BSV[:, start - self._first_law : stop - self._first_law]
             found = _of_draft(draft.drawn_law[:, : stop - start], laws_BJV, ids_BJ)
+            proposed_BJ = draft.drawn_law.argmax(-1)
         missing = (0, self.width - (stop - start))
-        self._found.append({name: pad(values_BJ, missing, value=_NEVER) for name, values_BJ in found.items()})
+        found = {name: pad(values_BJ, missing, value=_NEVER) for name, values_BJ in found.items()}
+        self._found.append(found | {PROPOSED: proposed_BJ[:, :1]})
 
     def end(self) -> Found:
         """The numbers of the batch, (B, N, J); nothing is drafted before the first new token."""
         found, self._found, self._laws = self._found, [], []
         stacked = {name: torch.stack([one[name] for one in found], dim=1) for name in (found[0] if found else ())}
-        return {f"{self.name}/{name}": pad(values, (0, 0, 1, 0), value=_NEVER) for name, values in stacked.items()}
+        return {
+            f"{self.name}/{name}": pad(values, (0, 0, 1, 0), value=_FILLING[name]) for name, values in stacked.items()
+        }

@@ -30,8 +30,8 @@ class AcceptanceConfig(TaskConfig):
     drafts: list[str] = made(list, "drafts that read the texts, by their names in draft=; none takes the run's draft.")
     texts: str | None = setting(
         None,
-        "texts of the target that are read: the folder or run.jsonl of a run, or a JSONL of prompt and completion; "
-        "null samples them first.",
+        "texts of the target that are read: the folder or run.jsonl of a run, a JSONL of prompt and completion, or an "
+        "OpenAI batch answer, whose batch file is prompts=; null samples them first.",
     )
     temperatures: list[float] = made(list, "of the sampled texts, num_samples at each; none takes that of sampling.")
     longest: int = setting(8, "the largest K.")
@@ -100,14 +100,7 @@ def _problems(config: RunConfig, explicit: frozenset[str]) -> Iterator[str | NoE
     if task.texts:
         if not Path(task.texts).exists():
             yield f"task.texts={task.texts} does not exist: give the folder of a run, or a JSONL with its texts"
-        of_texts = [
-            "prompt",
-            "prompts",
-            "num_samples",
-            "ignore_eos",
-            "stop_strings",
-            "task.temperatures",
-        ]
+        of_texts = ["prompt", "num_samples", "ignore_eos", "stop_strings", "task.temperatures"]
         unread |= dict.fromkeys(of_texts, f"with task.texts={task.texts}, whose texts are read")
     yield from (NoEffect(key, reason) for key, reason in unread.items() if key in explicit)
     if task.store:

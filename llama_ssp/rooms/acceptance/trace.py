@@ -11,7 +11,7 @@ import json
 import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ NOT_OF_LAW = {"from_model", "bad_ids", "eos_ids", "by_row"}
 """Settings of sampling that say where others are from, or say them again."""
 OF_TEXTS = ("text_index", "text_sample", "text_law", "text_length", "text_category")
 OF_TOKENS = ("token_id", "log_p", "expected_log_p", "variance_log_p")
-LOG_Q, LOG_RACE = "log_q", "log_race"
+LOG_Q, LOG_RACE, PROPOSED = "log_q", "log_race", "proposed"
 _NUM_BOOTSTRAPS = 1000
 _NEAR_TIE = 0.5
 """Of greedy text, how far below the best logit a token may stand that another rounding has chosen."""
@@ -152,6 +152,10 @@ class Trace:
     def _firsts(self) -> Any:  # noqa: ANN401 - of tokens of each text
         return np.cumsum(self.arrays["text_length"]) - self.arrays["text_length"]
 
+    def first_of(self, token: int) -> int:
+        """The first token of the text with a token."""
+        return int(self._firsts[np.searchsorted(self._firsts, token, side="right") - 1])
+
     def texts(self, law: int) -> Any:  # noqa: ANN401 - numbers of texts
         """The texts of a law that have a round: of two tokens or more."""
         return np.flatnonzero((self.arrays["text_law"] == law) & (self.arrays["text_length"] > 1))
@@ -170,7 +174,6 @@ class Trace:
             return (AT_ZERO,)
         return (SPECULATIVE,) if self.drafts[draft]["is_certain"] else RULES
 
-    @lru_cache(maxsize=64)  # noqa: B019 - a trace lives as long as the program
     def replay(self, draft: str, law: int, rule: str, longest: int) -> Replay:
         """The rounds of the law's texts with a draft and a rule, up to K = `longest`."""
         texts = self.texts(law)
@@ -185,6 +188,16 @@ class Trace:
             placed = arithmetic.by_left_from(steps, lengths, min(longest, width))
         reach = arithmetic.reach_of(placed, as_block=rule == BLOCK)
         return Replay(reach_BTD=reach, lengths_B=lengths, prompts_B=self.arrays["text_index"][texts])
+
+    def rejected(self, replay: Replay, law: int, num_draft_tokens: int) -> Any:  # noqa: ANN401 - (3, N of the law)
+        """The number of each token but a text's first, the rounds that draft it, and those that reject it."""
+        of_texts = arithmetic.rejected(replay.reach_BTD, replay.rounds(num_draft_tokens), num_draft_tokens)
+        rows = zip(self._firsts[self.texts(law)], replay.lengths_B, of_texts.swapaxes(0, 1), strict=True)
+        found = [
+            np.vstack([np.arange(first + 1, first + length), counts[:, 1:length][:, ::-1]])
+            for first, length, counts in rows
+        ]
+        return np.concatenate(found, axis=1)
 
     def most_drafted(self, draft: str) -> int | None:
         """The largest K that it knows; None if every K follows, as of drafts whose laws depend on the text alone."""

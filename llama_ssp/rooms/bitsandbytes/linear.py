@@ -109,7 +109,7 @@ def bitsandbytes() -> ModuleType:
     log.setLevel(logging.ERROR)
     sys.modules["kernels"] = None  # type: ignore[assignment]  # so that importing it fails
     try:
-        import bitsandbytes  # noqa: PLC0415 - slow to import, and an extra
+        import bitsandbytes
 
         return bitsandbytes
     finally:

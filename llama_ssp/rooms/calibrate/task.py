@@ -32,6 +32,7 @@ from llama_ssp.rooms.calibrate.records import CalibrateConfig
 from llama_ssp.run import calibration
 from llama_ssp.settings.schema import RunConfig
 from llama_ssp.terminal.terminal import ShowProgress, Terminal
+from llama_ssp.untyped import Parsed
 
 _SUMS = "this machine"
 PROMPT_SHARE = 0.75
@@ -126,7 +127,7 @@ def _context_bytes(device: torch.device) -> int:
     return total - free
 
 
-def _rounded(figures: Any) -> Any:  # noqa: ANN401 - any tree of figures
+def _rounded(figures: Parsed) -> Parsed:
     """Round to four digits, more than measurements are exact to."""
     if isinstance(figures, dict):
         return {key: _rounded(value) for key, value in figures.items() if value is not None}

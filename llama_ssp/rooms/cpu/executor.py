@@ -13,6 +13,7 @@ from llama_ssp.rooms.cpu.tracing import Traced
 from llama_ssp.speculate.engine.executors import filled, tensors_of
 from llama_ssp.speculate.engine.round import Executor, Round, Stage
 from llama_ssp.speculate.engine.state import BatchState
+from llama_ssp.untyped import Values
 
 _STATE = len(BatchState._fields)
 
@@ -27,7 +28,7 @@ class TracedExecutor(Executor):
         self.traced: dict[str, Traced[Any]] = {}
         self._forms: dict[Any, Any] = {}
 
-    def run(self, stage: Stage, state: BatchState, *values: Any) -> Any:  # noqa: ANN401 - see `Stage`
+    def run(self, stage: Stage, state: BatchState, *values: Values) -> Values:
         """See `Executor`."""
         if not stage.repeats:
             return stage.function(state, *values)

@@ -62,7 +62,7 @@ def load(loading: Loading) -> ModuleRunner:
 
 def _share(model: nn.Module, model_type: str, *, dtype: torch.dtype, comm: Comm) -> None:
     """Replace the model's linear layers by DeepSpeed's, and move the model to the device."""
-    import deepspeed  # noqa: PLC0415 - an optional package, and slow to import
+    import deepspeed
 
     sharing: dict[str, object] = {"tp_size": comm.size}
     if comm.size > 1:

@@ -25,7 +25,7 @@ def _with_ours(
     *, device: torch.device, dtype: torch.dtype, has_windows: bool, kept: KeptRows,
 ) -> VarlenAttention:  # fmt: skip
     """Our kernel for the queries of rounds, torch's for more; RuntimeError if ours is wrong for these heads."""
-    from llama_ssp.rooms.gpu.kernels import attention  # noqa: PLC0415 - imports Triton
+    from llama_ssp.rooms.gpu.kernels import attention
 
     most_queries = attention.MOST_ROWS * heads.num_kv // heads.num
     # Steps, rounds, and ragged queries up to the largest tile.

@@ -31,7 +31,7 @@ def find_own_kernels(norm: RmsNorm, heads: Heads, head_norms: Sequence[RmsNorm],
     Raises:
         ImportError: Triton is missing.
     """
-    from llama_ssp.rooms.gpu.kernels import between  # noqa: PLC0415 - imports Triton
+    from llama_ssp.rooms.gpu.kernels import between
 
     like, generator = norm.weight_E, torch.Generator().manual_seed(0)
 

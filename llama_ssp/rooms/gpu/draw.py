@@ -5,7 +5,7 @@ Shapes: B sequences, V vocabulary, C blocks of tokens.
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from types import ModuleType
 
 from torch import Tensor
 
@@ -33,11 +33,11 @@ def find_draw_in_blocks() -> Callable[..., Tensor] | None:
 
 
 @cache
-def tried_kernels() -> Any:  # noqa: ANN401 - a module
+def tried_kernels() -> ModuleType | None:
     """The kernels; None, after a warning, if they do not work on this GPU."""
 
-    def tried() -> Any:  # noqa: ANN401 - a module
-        from llama_ssp.rooms.gpu.kernels import draw  # noqa: PLC0415 - imports Triton
+    def tried() -> ModuleType:
+        from llama_ssp.rooms.gpu.kernels import draw
 
         (weights_BV, uniforms_BP), size = (drawn.cuda() for drawn in some_draws(64)), tokens_of_a_block(1000)
         found_B1 = draw.draw_tokens(weights_BV, uniforms_BP, DRAW_UNITS, size)

@@ -55,7 +55,7 @@ def find_halves(weight_OI: Tensor, **_how: Any) -> Kernel | None:
 @cache
 def _halves_of(dtype: torch.dtype) -> Callable[..., Tensor] | None:
     def tried() -> Callable[..., Tensor]:
-        from llama_ssp.rooms.gpu.kernels.halves import product_of_halves  # noqa: PLC0415 - imports Triton
+        from llama_ssp.rooms.gpu.kernels.halves import product_of_halves
 
         weight_OI = torch.linspace(-1, 1, 33 * 1104).view(33, 1104).sin().to(dtype).cuda()
         for num_rows in (1, 8, 16):
@@ -88,7 +88,7 @@ def few_rows_of(name: str, dtypes: tuple[torch.dtype, ...], groups: tuple[int, .
     """
 
     def tried() -> FewRows:
-        from llama_ssp.rooms.gpu.kernels import linear  # noqa: PLC0415 - imports Triton
+        from llama_ssp.rooms.gpu.kernels import linear
 
         num_inputs, num_outputs = 256, 16
         ones = [torch.ones(num_outputs, num_inputs // _weights_of_a_byte(dtypes[0]))]

@@ -1,7 +1,7 @@
 """Tries the kernel of recurrent layers against torch's operators, with a layer of the model."""
 
 from functools import partial
-from typing import Any
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -9,18 +9,19 @@ from torch import Tensor
 from llama_ssp.models.huggingface import recurrent
 from llama_ssp.models.states import StateCache
 from llama_ssp.rooms.gpu.attempts import attempt, check
+from llama_ssp.untyped import LibraryPart
 
 
-def find_recurrence(mixer: Any, width: int) -> Any:  # noqa: ANN401 - a layer of transformers, and a module of kernels
+def find_recurrence(mixer: LibraryPart, width: int) -> ModuleType | None:
     """Our kernels, for layers like this one of inputs of this width; None, after a warning, if they do not work."""
     instead = "continuing with torch's operators instead of the kernel of recurrent layers"
     return attempt(partial(_tried, mixer, width), instead=instead)
 
 
 @torch.inference_mode()
-def _tried(mixer: Any, width: int) -> Any:  # noqa: ANN401
+def _tried(mixer: LibraryPart, width: int) -> ModuleType:
     """Our kernels, once a layer has the outputs and the states of torch's operators, and goes back in one row."""
-    from llama_ssp.rooms.gpu.kernels import recurrence  # noqa: PLC0415 - imports Triton
+    from llama_ssp.rooms.gpu.kernels import recurrence
 
     like, layer = recurrent.convolution_of(mixer).weight, recurrent.state_of(mixer)
     numbers = torch.randn(2, 2, 3, width, generator=torch.Generator().manual_seed(0)).to(like)

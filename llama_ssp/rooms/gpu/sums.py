@@ -105,7 +105,7 @@ def _mapped(comm: Comm, open_device: Callable[[], CudaMemory]) -> "PeerSums":
     """Map the memories of all ranks; _UnusableError on every rank if one cannot."""
 
     def make() -> tuple[Any, CudaMemory, int, str]:
-        from llama_ssp.rooms.gpu.kernels import sums as kernels  # noqa: PLC0415 - imports Triton
+        from llama_ssp.rooms.gpu.kernels import sums as kernels
 
         device = open_device()
         if comm.size > OWN_SUM_RANKS:
@@ -155,7 +155,7 @@ def check_sums(
     dtypes: Sequence[torch.dtype] = (torch.float32, torch.float16, torch.bfloat16),
 ) -> None:  # fmt: skip
     """RuntimeError unless sums of all shapes and formats, alone and with norm, have a known order's bits."""
-    from llama_ssp.rooms.gpu.kernels.between import add_norm  # noqa: PLC0415 - imports Triton
+    from llama_ssp.rooms.gpu.kernels.between import add_norm
 
     generator = torch.Generator().manual_seed(0)  # the same parts on all ranks
     for dtype in dtypes:

@@ -53,7 +53,7 @@ def given_of(sampling: object) -> dict[str, Any]:
     return {kind: value for kind in KINDS if (value := getattr(sampling, kind, None)) not in (None, [])}
 
 
-def is_asked(sampling: object) -> bool:
+def has_grammar(sampling: object) -> bool:
     """Whether any kind is asked for."""
     values = [*map(getattr, repeat(sampling), KINDS, repeat(None))]
     return values.count(None) + values.count([]) < len(KINDS)
@@ -115,14 +115,14 @@ def _literal(text: str) -> str:
 
 
 def _in_lark(regex: str) -> str:
-    from llguidance import regex_to_lark  # noqa: PLC0415 - of an extra
+    from llguidance import regex_to_lark
 
     return f"(?s:{regex_to_lark(regex, '')})".replace("\n", r"\n")
 
 
 @lru_cache(maxsize=64)
 def _refused(grammar: str) -> str:
-    from llguidance import LLMatcher  # noqa: PLC0415 - of an extra
+    from llguidance import LLMatcher
 
     found: str = LLMatcher.validate_grammar(LLMatcher.grammar_from_lark(grammar))
     if found.startswith("WARNING"):
@@ -159,7 +159,7 @@ def _problems(config: RunConfig) -> Iterator[str | NoEffect]:
         yield f"{key_of(keys[0])} needs texts that are kept: use task=generate or task=compare"
 
 
-GRAMMAR = ConstraintRecord(name="grammar", is_asked=is_asked, begin="llama_ssp.rooms.grammars.text:begin")
+GRAMMAR = ConstraintRecord(name="grammar", is_asked=has_grammar, begin="llama_ssp.rooms.grammars.text:begin")
 SETTINGS = MoreSettings(
     name="grammars", config=GrammarSampling, after="min_new_tokens",
     paths=("sampling.json_schema", "sampling.regex", "sampling.grammar"),
@@ -184,7 +184,7 @@ def _words(config: RunConfig) -> Mapping[str, object]:
 
 STRUCTURED = Ability(
     name="structured text",
-    has=lambda config: is_asked(config.sampling),
+    has=lambda config: has_grammar(config.sampling),
     clashes={
         "overlap": "{structured} waits for the drafted tokens in each round: leave {overlap} out",
         "forced lengths": "{structured} would forbid tokens that {forced} accepts: leave one out",

@@ -107,14 +107,14 @@ def _is_set(mask_X: Tensor, token: int) -> bool:
 
 @lru_cache(maxsize=64)
 def _matcher(grammar: str, vocabulary: Vocabulary) -> Any:  # noqa: ANN401 - llguidance's
-    from llguidance import LLMatcher  # noqa: PLC0415 - of an extra
+    from llguidance import LLMatcher
 
     return LLMatcher(_tokens(vocabulary), LLMatcher.grammar_from_lark(grammar), log_level=0)
 
 
 @lru_cache(maxsize=2)
 def _tokens(vocabulary: Vocabulary) -> Any:  # noqa: ANN401 - llguidance's
-    from llguidance import LLTokenizer, TokenizerWrapper  # noqa: PLC0415 - of an extra
+    from llguidance import LLTokenizer, TokenizerWrapper
 
     wrapped = TokenizerWrapper(_Tokens(vocabulary))
     return LLTokenizer(wrapped, eos_token=[*vocabulary.eos_ids] or None)

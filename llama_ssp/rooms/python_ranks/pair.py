@@ -46,6 +46,7 @@ from llama_ssp.reports.reading import restore
 from llama_ssp.run.checkpoints import read_tokenizer
 from llama_ssp.settings.schema import TimeoutConfig
 from llama_ssp.speculate.engine.completion import StopRequest
+from llama_ssp.untyped import Parsed
 from llama_ssp.weights.in_memory import check_tensors, weights_of
 from llama_ssp.words import in_library_words
 
@@ -109,7 +110,7 @@ class StartedRanks:
                 self._messages.put((rank, json.loads(line)))
         self._messages.put((rank, None))
 
-    def call(self, name: str, arguments: Mapping[str, Any], hear: _Hear) -> Any:  # noqa: ANN401 - whatever JSON holds
+    def call(self, name: str, arguments: Mapping[str, Any], hear: _Hear) -> Parsed:
         """Let all ranks make a call; returns the result of rank 0, or raises their error.
 
         `hear` takes what rank 0 says meanwhile. Its errors, and Ctrl-C, stop the ranks after their round.

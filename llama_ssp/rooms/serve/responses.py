@@ -16,7 +16,7 @@ from llama_ssp.rooms.serve.protocol import Answer, Asked
 _RENAMED = {"max_output_tokens": "max_completion_tokens"}
 _WITHOUT_EFFECT: dict[str, tuple[object, ...]] = {
     "truncation": ("disabled",), "text": ({"format": {"type": "text"}},), "include": ([],), "background": (False,),
-    "store": (True, False),
+    "store": (True, False), "tools": ([],), "tool_choice": ("none", "auto"), "parallel_tool_calls": (True, False),
 }  # fmt: skip
 
 

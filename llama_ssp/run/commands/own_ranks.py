@@ -157,7 +157,7 @@ def _start_ranks(start: Start) -> int:
         complain(start.sentence)
     wait_by_load(LOAD, os.environ)
     with importing_torch():
-        from llama_ssp.run.commands import agent  # noqa: PLC0415 - torch takes seconds to import
+        from llama_ssp.run.commands import agent
     return agent.run_ranks([sys.executable, *sys.orig_argv[1:]], num_ranks=start.num_ranks)
 
 

@@ -145,7 +145,7 @@ def _launch(arguments: list[str], ranks: Ranks, act: Act | None, interrupt: _Int
         return
     failed = _run_points(points, ranks, act, interrupt, of_sweep=of_sweep, warns=warns)
     if of_sweep and ranks.rank == 0 and warns:
-        from llama_ssp.run.sweep import show_table  # noqa: PLC0415 - slow to import, needed here only
+        from llama_ssp.run.sweep import show_table
 
         with until_unread(sys.stdout):
             show_table([point.run_dir for point in points])

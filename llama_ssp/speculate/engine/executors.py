@@ -29,6 +29,7 @@ from llama_ssp.architectures.engine import MOST_GRAPHED_BUCKETS
 from llama_ssp.ranks.gpu import capture_stream, ends_run
 from llama_ssp.speculate.engine.round import Executor, Round, Stage
 from llama_ssp.speculate.engine.state import BatchState
+from llama_ssp.untyped import Values
 
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
@@ -46,7 +47,7 @@ def make_executor(round_: Round, *, cuda_graphs: bool) -> Executor:
     return GraphExecutor(round_, recorder=Recorder(finish=round_.verifier.comm.finish))
 
 
-def tensors_of(value: Any) -> tuple[Tensor, ...]:  # noqa: ANN401 - see `Stage`
+def tensors_of(value: Values) -> tuple[Tensor, ...]:
     """The tensors of a value of a stage, in order."""
     if isinstance(value, Tensor):
         return (value,)
@@ -54,7 +55,7 @@ def tensors_of(value: Any) -> tuple[Tensor, ...]:  # noqa: ANN401 - see `Stage`
     return tuple(chain.from_iterable([(part,) if isinstance(part, Tensor) else tensors_of(part) for part in value]))
 
 
-def filled(form: Any, tensors: Iterator[Any]) -> Any:  # noqa: ANN401 - see `Stage`
+def filled(form: Values, tensors: Iterator[Any]) -> Values:
     """A value like `form`, with the next tensors in place of its own."""
     if not isinstance(form, tuple):
         return next(tensors)
@@ -128,7 +129,7 @@ class GraphExecutor(Executor):
         if allocations != self._allocations:
             self._state, self._allocations = None, allocations
 
-    def run(self, stage: Stage, state: BatchState, *values: Any) -> Any:  # noqa: ANN401 - see `Stage`
+    def run(self, stage: Stage, state: BatchState, *values: Values) -> Values:
         """Run a stage: the first time from Python, the second time captured, then replayed; see `Executor`."""
         if state is not self._state:
             self._forget()
@@ -187,7 +188,7 @@ class GraphExecutor(Executor):
     def _fails(self, stage: Stage) -> bool:
         return (stage.name, stage.operators) in self.failed
 
-    def _in_place(self, stage: Stage, found: Any) -> Any:  # noqa: ANN401 - see `Stage`
+    def _in_place(self, stage: Stage, found: Values) -> Values:
         """Copy the results of a stage that stays with Python to where graphs read them."""
         tensors = tensors_of(found)
         key = stage.name, stage.operators, *[tensor.shape for tensor in tensors]

@@ -48,6 +48,7 @@ from llama_ssp.speculate.sampling.context import Context, Rows
 from llama_ssp.speculate.sampling.draft import POINT_MASS, Draft, Law, Topology
 from llama_ssp.speculate.sampling.trees import Tree
 from llama_ssp.speculate.sampling.uniforms import Draws, UniformTable
+from llama_ssp.untyped import Values
 from llama_ssp.workspaces import find_parts
 
 
@@ -102,7 +103,7 @@ class Executor:
     replays_addresses = False
     repeats_prompts = True
 
-    def run(self, stage: Stage, state: BatchState, *values: Any) -> Any:  # noqa: ANN401 - see `Stage`
+    def run(self, stage: Stage, state: BatchState, *values: Values) -> Values:
         """Call the function of a stage, or compute the same; returns its result."""
         return stage.function(state, *values)
 
@@ -457,7 +458,7 @@ class Round:
         if not executor.repeats_prompts:
             return None
 
-        def run(size: int, read: Callable[[Tensor], Tensor], inputs_4M: Tensor) -> Any:  # noqa: ANN401 - see `Stage`
+        def run(size: int, read: Callable[[Tensor], Tensor], inputs_4M: Tensor) -> Values:
             return executor.run(Stage(name, lambda _, inputs_4M: read(inputs_4M), size), state, inputs_4M)
 
         return ShortForwards(self._inputs_4M, self._batch_size, run)

@@ -14,6 +14,7 @@ from llama_ssp.planning.plan import make_plan
 from llama_ssp.planning.spec import PlannedPair
 from llama_ssp.rooms.acceptance import known
 from llama_ssp.rooms.acceptance.records import stored_file
+from llama_ssp.rooms.acceptance.rows import rows_of
 from llama_ssp.rooms.acceptance.trace import Trace, law_of
 from llama_ssp.run.commands import plan
 from llama_ssp.run.tuning import _expected_acceptance
@@ -52,6 +53,23 @@ def made(folder: Path, *, num_texts: int = 40, length: int = 33, ratio: float = 
     folder.mkdir()
     (folder / "acceptance.npz").write_bytes(Trace(about, arrays).to_bytes())
     return folder
+
+
+def test_rows_name_the_tokens_at_which_rounds_end(tmp_path: Path) -> None:
+    trace = Trace.read(made(tmp_path / "trace"), asked="")
+    numbers = np.arange(len(trace.arrays["token_id"]))
+    is_bad = numbers % 11 == 5
+    log_q = trace.arrays["tiny-draft/log_q"] - np.where(is_bad, 6.0, 0.0)[:, None]
+    more = {"tiny-draft/proposed": np.where(is_bad, 9, 3)[:, None], "tiny-draft/log_q": log_q}
+    trace = Trace(trace.about, {**trace.arrays, "token_id": np.where(is_bad, 7, numbers % 3), **more})
+    rows = [*rows_of(trace, {}, decode=lambda ids: " ".join(map(str, ids)))]
+    (shown,) = [row for row in rows if row.lost]
+    assert shown.share_of_best == 1
+    first = shown.lost[0]
+    assert (first.wanted, first.proposed, first.num_places) == ("7", "9", is_bad.sum())
+    assert first.accepted < 0.01
+    assert 0.2 < first.share < 1
+    assert first.before.split()[-3:] in (["0", "1", "2"], ["1", "2", "0"], ["2", "0", "1"])
 
 
 def tokens(acceptance: float, number: int) -> float:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from llama_ssp.architectures.engine import ENDLESS
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.rooms.gpu import sums
 from llama_ssp.rooms.gpu.sums import CudaMemory, find_peer_sums
@@ -98,7 +97,7 @@ def test_all_ranks_take_the_kernel_or_none_with_the_reason_of_one(
     devices: dict[int, OneProcess] = {}
 
     def check(found: "PeerSums", comm: Comm) -> None:
-        assert found.patience < ENDLESS, "a rank that is not there must not keep the others waiting"
+        assert found.patience < sums_gpu.ENDLESS, "a rank that is not there must not keep the others waiting"
         if fault == "check" and comm.rank == 1:
             raise RuntimeError("the kernel gives wrong sums")
 
@@ -119,7 +118,7 @@ def test_all_ranks_take_the_kernel_or_none_with_the_reason_of_one(
         assert own
         assert own.memories_R.tolist() == memories
         assert own.rank == rank
-        assert own.patience == ENDLESS
+        assert own.patience == sums_gpu.ENDLESS
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from functools import cache
 from itertools import chain, combinations, product
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
@@ -214,9 +215,11 @@ def test_the_lowest_pins_are_the_lower_ends_of_the_ranges() -> None:
 
 
 def test_in_a_grid_every_value_runs_always_every_two_meet_with_heavy_and_no_case_is_lost() -> None:
-    axes = {"a": [1, 2, 3], "b": "xyz", "c": [False, True], "d": [None, 5]}
+    axes: dict[str, Any] = {"a": [1, 2, 3], "b": "xyz", "c": [False, True], "d": [None, 5]}
     cases = grid(**axes).args[1]
     assert sorted(map(str, (case.values for case in cases))) == sorted(map(str, product(*axes.values())))
+    some = grid(where=lambda a, c, **_: a < 3 or c, **axes).args[1]
+    assert [case.values for case in some] == [case.values for case in cases if case.values[0] < 3 or case.values[2]]
     for num_values, lanes, most in ((1, set[str](), 4), (2, {"heavy"}, 12)):
         chosen = [case.values for case in cases if {mark.name for mark in case.marks} <= lanes]
         assert len(chosen) <= most

@@ -18,12 +18,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llama_ssp.architectures.engine import ENDLESS, OWN_SUM_BYTES, OWN_SUM_RANKS
+from llama_ssp.architectures.engine import OWN_SUM_BYTES, OWN_SUM_RANKS
 
 NUM_SLOTS, SLOT_BYTES = 128, 2**15
 FLAGS_AT = 2 * NUM_SLOTS * SLOT_BYTES
 MEMORY_BYTES = FLAGS_AT + 4 * NUM_SLOTS * OWN_SUM_RANKS
 _CHUNK = 1024
+ENDLESS = 2**62  # Looks at the flag of another rank.
 
 
 @triton.jit(do_not_specialize=["patience"])  # type: ignore[untyped-decorator]

@@ -1,0 +1,10 @@
+"""Values without types: what they are, where `Any` alone would not say it."""
+
+from typing import Any, TypeAlias
+
+LibraryPart: TypeAlias = Any
+"""A module or a config of transformers, of any kind."""
+Parsed: TypeAlias = Any
+"""What a file of JSON or YAML holds."""
+Values: TypeAlias = Any
+"""Tensors, and tuples, records and dataclasses of them: what a stage of a round takes and gives."""
