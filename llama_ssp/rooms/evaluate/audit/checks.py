@@ -222,7 +222,7 @@ def judge_swaps(prompts: Sequence[Sequence[tuple[Answered, Answered]]]) -> Findi
     return Finding("swaps", HELD if p_value > OF_SWAPS else FAILED, said)
 
 
-class Context(NamedTuple):
+class SeenContext(NamedTuple):
     """A text before a token, and how often the token came and should have come."""
 
     before: tuple[int, ...]
@@ -234,7 +234,7 @@ class Context(NamedTuple):
 
 def worst_contexts(
     texts: Sequence[tuple[Sequence[int], Sequence[int], Sequence[float]]], *, num: int = 3, least: int = 20
-) -> list[Context]:
+) -> list[SeenContext]:
     """Find the contexts, of prompts, texts and log-probabilities, that came at least `least` times and differ most."""
     came, known = Counter[tuple[tuple[int, ...], int]](), dict[tuple[tuple[int, ...], int], float]()
     totals = Counter[tuple[int, ...]]()
@@ -251,6 +251,6 @@ def worst_contexts(
 
     kept = sorted((entry for entry in came if totals[entry[0]] >= least), key=apart, reverse=True)[:num]
     return [
-        Context(before, token, came[before, token], totals[before] * known[before, token], totals[before])
+        SeenContext(before, token, came[before, token], totals[before] * known[before, token], totals[before])
         for before, token in kept
     ]

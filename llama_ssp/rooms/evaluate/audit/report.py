@@ -7,7 +7,7 @@ from xml.etree import ElementTree as Xml
 from llama_ssp.continuation import decode_after
 from llama_ssp.reports.provenance import versions
 from llama_ssp.rooms.evaluate.audit.asking import Gathered
-from llama_ssp.rooms.evaluate.audit.checks import FAILED, HELD, NOTED, Context, Finding
+from llama_ssp.rooms.evaluate.audit.checks import FAILED, HELD, NOTED, Finding, SeenContext
 from llama_ssp.rooms.evaluate.audit.records import settings_of
 from llama_ssp.run.session import Session
 from llama_ssp.words import visible
@@ -16,7 +16,7 @@ _MOST_BEFORE = 60
 
 
 def write_report(
-    session: Session, found: Gathered, findings: Sequence[Finding], outcome: str, contexts: Sequence[Context]
+    session: Session, found: Gathered, findings: Sequence[Finding], outcome: str, contexts: Sequence[SeenContext]
 ) -> None:
     """Write both files into the run folder, on rank 0."""
     assert session.folder
@@ -33,7 +33,7 @@ def write_report(
 
 
 def _page(
-    session: Session, found: Gathered, findings: Sequence[Finding], outcome: str, contexts: Sequence[Context]
+    session: Session, found: Gathered, findings: Sequence[Finding], outcome: str, contexts: Sequence[SeenContext]
 ) -> str:
     config, task = session.config, settings_of(session.config)
     draft = config.draft.model.name if config.draft.model else config.draft.kind

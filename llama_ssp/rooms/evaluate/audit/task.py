@@ -104,7 +104,7 @@ class _Judge:
             self._end(variation), self._stops(), self._seeds(), *self._swaps(),
         ]  # fmt: skip
 
-    def contexts(self) -> list[checks.Context]:
+    def contexts(self) -> list[checks.SeenContext]:
         """The contexts that speak most against the law."""
         texts, scores = self._texts(LAW), self._scores.get(LAW, [])
         both = zip(texts, scores, strict=True)
