@@ -27,7 +27,8 @@ from llama_ssp.catalogue import ModelShape
 from llama_ssp.errors import CheckpointError, ConfigError
 from llama_ssp.models.huggingface.described import with_modules
 from llama_ssp.models.huggingface.modules import vocabulary_of
-from llama_ssp.rooms.heads.layouts import DFLASH, EAGLE3, FC, MARKOV, MASK, PEAGLE, HeadConfig
+from llama_ssp.rooms.heads.kinds import DFLASH, EAGLE3, PEAGLE
+from llama_ssp.rooms.heads.layouts import FC, MASK, SELECTOR, HeadConfig
 from llama_ssp.rooms.heads.mtp import HIDDEN_FIRST, JOIN, JOINED_NORMS, check_mtp, of_one_layer, our_name, with_join
 from llama_ssp.weights.checkpoint import Checkpoint, inspect, shape_of
 from llama_ssp.weights.source import TensorFacts, Wanted, WeightSource
@@ -108,7 +109,7 @@ class HeadSource:
         return () if self.head.kind == DFLASH else ("hidden_norm",)
 
     def more_parameters(self) -> Mapping[str, tuple[int, ...]]:
-        """Norms of taps, the tap of a mask token, and a Markov head; see `TapSource`."""
+        """Norms of taps, the tap of a mask token, and what joins the tokens of a block; see `TapSource`."""
         head, shape = self.head, self.shape
         tap, width = head.target_hidden_size, shape.hidden_size
         sizes: dict[str, tuple[int, ...]] = {}
@@ -120,7 +121,7 @@ class HeadSource:
             sizes["hidden_norm.weight"] = (width,)
         if head.kind == PEAGLE:
             sizes[MASK] = (shape.num_taps * tap,)
-        sizes |= {f"{MARKOV}.{name}": size for name, size in head.markov_sizes(width, shape.num_token_ids).items()}
+        sizes |= head.joining_sizes(width, shape.num_token_ids)
         return {f"model.{name}": size for name, size in sizes.items()}
 
     def extend(self, model: PreTrainedModel) -> None:
@@ -203,6 +204,8 @@ def _bare(name: str) -> str:
 def _named(name: str) -> str:
     """The name of a stored tensor among our modules."""
     name = _bare(name)
+    if name.startswith(f"{SELECTOR}.") and name.endswith("_codebook"):  # which the authors of DFlash store bare
+        name += ".weight"
     return name if name.startswith(("lm_head.", "verifier_")) or "." not in name else f"model.{name}"
 
 

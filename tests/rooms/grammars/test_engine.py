@@ -218,10 +218,10 @@ def test_forced_tokens_are_drafted_and_change_no_greedy_text(monkeypatch: pytest
 def test_what_must_follow_is_drafted_whatever_drafts(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """A text that is known passes in rounds of as many tokens as a draft can have, and one more."""
     how = KINDS.get(kind, {"has_draft": False, "ngram": True, "tree": "2x2", "temperature": 0.0})
-    ids = [1] * 6 + [0] * 6
+    ids = [1] * 5 + [0] * 7
     monkeypatch.setattr(GrammarText, "forced", lambda text, number: ids[len(text._text) :][:number])
-    [done] = complete(decoder(**how, batch_size=1), asked([GrammarSampling(regex="b{6}a{6}")]))
-    assert text_of(done) == "bbbbbbaaaaaa"
+    [done] = complete(decoder(**how, batch_size=1), asked([GrammarSampling(regex="b{5}a{7}")]))
+    assert text_of(done) == "bbbbbaaaaaaa"
     made = decoder(**how).round
     depth = made.tree.depth if made.tree else made.max_tokens_per_round - 1
     assert depth > 1

@@ -35,6 +35,7 @@ from tests.helpers.lanes import heavy, slow
 from tests.helpers.models import FAMILIES, VOCAB_SIZE, build_checkpoint, refusal
 from tests.helpers.one_pass_heads import (
     CONFIGS,
+    SELECTING,
     SHARING,
     VOCABULARY,
     WIDTH,
@@ -75,7 +76,7 @@ def check(folder: Path, layout: str, **how: Any) -> int:
     return head_drafts.check(seen, library, taps_of(layout), tree, wanted)
 
 
-ALWAYS = {"peagle": None, "dflash of its authors": None, "dspark": "2x2x1"}
+ALWAYS = {"peagle": None, "dflash of its authors": None, "dspark": "2x2x1", SELECTING: "2x2x1"}
 
 
 @pytest.mark.parametrize(
@@ -119,7 +120,7 @@ def test_a_head_with_the_tables_of_its_target_drafts_for_every_family(tmp_path: 
 
 
 @pytest.mark.parametrize(
-    "layout", [*map(heavy, ("recurrent dspark", "peagle")), *map(slow, (SHARING, "dflash of DeepSpec"))]
+    "layout", [SELECTING, *map(heavy, ("recurrent dspark", "peagle")), *map(slow, (SHARING, "dflash of DeepSpec"))]
 )
 def test_greedy_text_is_that_of_plain_decoding(layout: str, tmp_path: Path) -> None:
     """Launched and recorded, in batches of one and of three, which refill rows; accepted or not."""
@@ -140,17 +141,32 @@ def test_a_plan_counts_the_head_by_config_json_alone(layout: str, tmp_path: Path
     own = {name: tensor for name, tensor in tensors.items() if name not in {"d2t", "t2d", "mask_hidden"}}
     own = {name: tensor for name, tensor in own.items() if not name.startswith(("confidence_head", "fc_norm"))}
     stored = sum(tensor.numel() for tensor in own.values()) + WIDTH * ("mask_hidden" in tensors)
-    stored += 2 * VOCABULARY * WIDTH if layout == SHARING else 0
+    stored += 2 * VOCABULARY * WIDTH if layout in {SHARING, SELECTING} else 0
     assert inventory(shape).num_parameters == stored
 
 
+_SELECTOR = CONFIGS[SELECTING]["dflash_config"]
+_TAPS = {"mask_token_id": 1, "target_layer_ids": [0, 1, 3]}
 FAULTS: dict[str, tuple[str, dict[str, Any], str]] = {
     "no mask token": ("peagle", {"mask_token_id": None}, "lacks mask_token_id of the head"),
     "a mask token beyond": ("dflash", {"mask_token_id": 224}, "has mask_token_id 224 of 224 tokens"),
     "no block": (SHARING, {"block_size": None}, "lacks block_size of the head"),
     "no taps": ("dspark of DeepSpec", {"target_layer_ids": None}, "lacks target_layer_ids, the layers that"),
     "a tap beyond": ("dspark of DeepSpec", {"target_layer_ids": [1, 6]}, r"reads the layers \[2, 7\], and this target"),
-    "windows": ("dflash of DeepSpec", {"layer_types": ["sliding_attention", "full_attention"]}, "in a block"),
+    "windows": ("dflash of DeepSpec", {"layer_types": ["sliding_attention", "full_attention"]}, "read in a block"),
+    "a kind to come": (SHARING, {"architectures": ["DFlash3DraftModel"]}, "describes DFlash3DraftModel, and of"),
+    "two kinds": ("dflash", {"architectures": ["DFlash2DraftModel"]}, "of type dflash in the class DFlash2DraftModel"),
+    "fields of another kind": (SHARING, {"dflash_config": _TAPS | {"selector_rank": 8}},
+                               r"has selector_rank, which no dflash head \(DFlashDraftModel\) has"),
+    "such fields beside": (SHARING, {"conv_kernel_size": 2}, "has conv_kernel_size, which no dflash head"),
+    "fields to come": (SELECTING, {"dflash_config": _SELECTOR | {"memory_slots": 4}},
+                       "has memory_slots, which no dflash2 head"),
+    "a selector to come": (SELECTING, {"selector_depth": 2}, "has selector_depth, which no dflash2 head"),
+    "a group that fits nowhere": (SELECTING, {"dflash_config": _SELECTOR | {"conv_group_size": 9}},
+                                  "conv_group_size 9 for a width of 64"),
+    "another window beside": ("dflash", {"layer_types": ["sliding_attention"]}, "layer_types .* of 2 layers"),
+    "a window of none": (SELECTING, {"sliding_window": 0}, "has sliding_window 0: download"),
+    "tensors that nothing reads": ("dspark of DeepSpec", {"markov_rank": 0}, "this head takes .model.markov_head"),
     "other masks": (SHARING, {"dflash_config": {"causal": True}}, "has causal in dflash_config, which engines read"),
     "another Markov head": ("dspark", {"markov_head_type": "lstm"}, "and vanilla or gated or rnn is read"),
     "another family": ("dflash of DeepSpec", {"architectures": ["Gemma4DSparkModel"]}, "in a layout that is not read"),

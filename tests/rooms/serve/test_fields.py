@@ -160,6 +160,8 @@ def test_a_wrong_value_is_refused_by_its_name(server: Server, body: dict[str, An
     ("body", "param"),
     [
         ({"input": 5}, "input"), ({"input": [{"type": "image", "content": "x"}]}, "input"),
+        ({"input": "x", "text": {"format": {"type": "grammar"}}}, "text"),
+        ({"input": "x", "text": {"verbosity": "low"}}, "text"),
         ({"input": "x", "n": 2}, "n"), ({"input": "x", "truncation": "auto"}, "truncation"),
         ({"input": "x", "tools": [{"type": "web_search"}]}, "tools"),
         ({"input": "x", "instructions": []}, "instructions"),

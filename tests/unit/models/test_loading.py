@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -137,16 +138,18 @@ def test_a_head_without_embedding_and_output_has_those_of_any_target(tmp_path: P
         assert source.tensors[name].shape == module.weight.shape
 
 
-def test_tensors_of_a_head_that_no_module_takes_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_tensors_of_a_head_that_no_module_takes_are_an_error(tmp_path: Path) -> None:
     """Biases, and the hidden state of masked tokens of P-EAGLE."""
     tensors, target = make_tensors(), inspect(hub.resolve(catalogue.load("tiny")))
     strays = {"mask_hidden": torch.ones(1, 4), "midlayer.self_attn.q_proj.bias": torch.ones(4)}
     for name, stored in (("head", tensors), ("odd", tensors | strays)):
         files = inspect(save_original(tmp_path / name, stored))
         assert files.head
-        check_model(of_heads("sources").of_target(files, files.head, target), num_ranks=1)
-    named = "mask_hidden, model.layers.0.self_attn.q_proj.bias"
-    assert caplog.messages == [f"{tmp_path / 'odd'} holds tensors that no module takes, which are not read: {named}"]
+        source = of_heads("sources").of_target(files, files.head, target)
+        said = refusal(partial(check_model, source, num_ranks=1))
+        assert ("that no part of this head takes (mask_hidden, model.layers.0.self_attn.q_proj.bias)" in said) == (
+            name == "odd"
+        )
 
 
 def test_parameters_are_cast_to_the_wanted_format_and_rotary_frequencies_stay_fp32(
