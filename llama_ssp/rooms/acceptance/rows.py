@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from llama_ssp.reports.records import Line, ResultFigures, ResultTable
+from llama_ssp.reports.records import Line, PointOverK, ResultFigures, ResultTable
 from llama_ssp.rooms.acceptance.arithmetic import least_cost
 from llama_ssp.rooms.acceptance.trace import PROPOSED, Replay, Trace
 from llama_ssp.words import share
@@ -81,6 +81,12 @@ class AcceptanceRow(Line):
     def key(self) -> RowKey:
         """What it is of."""
         return self.draft, self.rule, self.temperature, self.num_draft_tokens
+
+    @property
+    def point(self) -> PointOverK:
+        """It in a figure."""
+        panel, line = f"Tokens per round, T = {self.temperature:g}", f"{self.draft}, {self.rule}"
+        return PointOverK(panel, line, self.num_draft_tokens, self.tokens_per_round, self.low, self.high)
 
     @property
     def name(self) -> str:

@@ -20,9 +20,10 @@ from llama_ssp.rooms.acceptance.arithmetic import least_cost
 from llama_ssp.rooms.acceptance.rows import rows_of
 from llama_ssp.rooms.acceptance.simulation import auto_seconds
 from llama_ssp.rooms.acceptance.trace import Trace
+from llama_ssp.rooms.reports import command as report
 from llama_ssp.settings.schema import ADAPTIVE_LENGTHS
 from llama_ssp.weights import hub
-from tests.helpers.in_process import Ended, launch
+from tests.helpers.in_process import Ended, call, launch
 from tests.helpers.lanes import heavy
 
 READ = ("task=acceptance", "quiet=true", "device=cpu", "batch_size=8")
@@ -119,6 +120,11 @@ def test_a_run_names_what_it_found_by_draft_rule_temperature_and_length(tmp_path
     left = {(row.draft, row.temperature): row.headroom for row in rows}
     assert left["tiny-draft", 0.8] > 0.01
     assert left["ngram", 0.8] == 0, "without costs"
+    drawn = call(report.main, [str(ended.run_dir), f"figure={tmp_path}/figure.svg"])
+    assert drawn.code == 0, drawn.err
+    said = (tmp_path / "figure.svg").read_text()
+    wanted_words = ["Tokens per round, T = 0.8", "Tokens per round, T = 0<", "tiny-draft, block", "ngram, greedy"]
+    assert [one for one in wanted_words if one not in said] == []
     assert trace.about["target"]["name"] == "tiny"
     assert "tokens/round" in ended.out or ended.out == ""
     assert {one["sample"] for one in ended.lines} == {0, 1}, "one set of texts for each temperature"
