@@ -3,12 +3,13 @@
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from enum import Enum
 from itertools import combinations, product
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
 
 Case = tuple[int, ...]
+Chosen = TypeVar("Chosen")
 
 
 def heavy(*values: object) -> object:
@@ -45,6 +46,13 @@ def pairs(*, where: Callable[..., bool] = lambda **_: True, **axes: Sequence[obj
     return _cases(axes, _lanes(axes, where))
 
 
+def meeting(values: Sequence[str], parts: Callable[[str], Collection[str]], *, always: int) -> list[object]:
+    """The first values run always; whatever two parts are in one value are so with --heavy; the rest is for --slow."""
+    chosen = _cover({value: set(combinations(sorted(parts(value)), 2)) for value in values}, values[:always])
+    others = [heavy(value) if value in chosen else slow(value) for value in values[always:]]
+    return [*values[:always], *others]
+
+
 def _lanes(axes: Mapping[str, Sequence[object]], where: Callable[..., bool]) -> dict[Case, Any]:
     """The marks of the cases in which values meet; all cases of two arguments."""
     meeting = _covering(_chosen(axes, where), 2)
@@ -68,13 +76,17 @@ def _cases(axes: Mapping[str, Sequence[object]], marks: Mapping[Case, Any]) -> p
 
 def _covering(cases: Sequence[Case], num_values: int) -> list[Case]:
     """Choose cases until each so many values that are together in one have occurred: always the one with most new."""
-    found = {case: set(combinations(enumerate(case), num_values)) for case in cases}
-    missing = set().union(*found.values())
-    chosen: list[Case] = []
+    return sorted(_cover({case: set(combinations(enumerate(case), num_values)) for case in cases}))
+
+
+def _cover(found: Mapping[Chosen, set[Any]], chosen: Sequence[Chosen] = ()) -> list[Chosen]:
+    """Choose keys beside those chosen until all that is found in any is in one: always the key with most new."""
+    more = [*chosen]
+    missing = set().union(*found.values()).difference(*(found[key] for key in chosen))
     while missing:
-        chosen.append(max(found, key=lambda case: len(found[case] & missing)))
-        missing -= found[chosen[-1]]
-    return sorted(chosen)
+        more.append(max(found, key=lambda key: len(found[key] & missing)))
+        missing -= found[more[-1]]
+    return more
 
 
 def _name(value: object) -> str | None:

@@ -87,7 +87,7 @@ LIGHT = ("mistral", "phi3", "mixtral", "nanochat", "gemma4_text")
 @pytest.mark.parametrize(("kind", "num_ranks"), [
     *((kind, 2) for kind in LIGHT), *(slow(kind, 2) for kind in FAMILIES if kind not in LIGHT),
     *(slow(kind, 1) for kind in FAMILIES),
-    *((slow if place % 6 else heavy)(kind, 3) for place, kind in enumerate(FAMILIES)),
+    *((slow if place % 12 else heavy)(kind, 3) for place, kind in enumerate(FAMILIES)),
 ])  # fmt: skip
 def test_greedy_text_beyond_the_windows_is_the_librarys_with_and_without_a_draft(
     saved: SavedModels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, num_ranks: int
