@@ -175,9 +175,10 @@ class LeanRunner(CachedRunner):
                 stream = added(stream), None
                 taps.write(layer.number, stream[0], slots_M)
             stream = layer.forward(stream, attention[window], stop)
-        if taps and len(self._layers) in tapped:
-            stream = added(stream), None
-            taps.write(len(self._layers), self._norm(stream[0]), slots_M)
+        for number in (len(self._layers), len(self._layers) + 1):
+            if taps and number in tapped:
+                stream = added(stream), None
+                taps.write(number, stream[0] if number > len(self._layers) else self._norm(stream[0]), slots_M)
         return self._scored(stream, ids_BT.shape[0], score_positions_BR)[1]
 
     def _at_once(self, num_tokens: int, tapped: Collection[int] = ()) -> Iterator[tuple[Layer, int | None, int]]:

@@ -47,6 +47,7 @@ _OF_BOTH = _SAMPLING | {
     "stream_options": _OBJECT, "ignore_eos": _FLAG, "max_tokens": _WHOLE, "min_tokens": _WHOLE,
     "stop_token_ids": "a list of token ids", "include_stop_str_in_output": _FLAG, "speculative": _FLAG,
     "num_draft_tokens": _WHOLE, "return_accepted_lengths": _FLAG, "return_rounds": _FLAG,
+    "return_token_ids": _FLAG, "return_tokens_as_token_ids": _FLAG,
 }  # fmt: skip
 _OF_TEXTS = _OF_BOTH | {"prompt": "a text, token ids, or a list of these", "echo": _FLAG, "logprobs": _WHOLE}
 _OF_CHATS = _OF_BOTH | {
@@ -93,11 +94,13 @@ class Asked:
             "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid4().hex}", "object": kind, "created": int(time.time()),
             "model": model,
         }  # fmt: skip
+        names_ids = bool(given.get("return_tokens_as_token_ids"))
         self.answers = [
-            Answer(completion, tokenizer, index, is_chat=is_chat, tools=tools)
+            Answer(completion, tokenizer, index, is_chat=is_chat, names_ids=names_ids, tools=tools)
             for index, completion in enumerate(completions)
         ]
         self._shows_lengths = bool(given.get("return_accepted_lengths"))
+        self._shows_ids = bool(given.get("return_token_ids"))
         self.shows_rounds = self.streams and bool(given.get("return_rounds"))
 
     def message(self, *choices: dict[str, object], counts: bool = False) -> dict[str, object]:
@@ -116,6 +119,9 @@ class Asked:
             choice["round"] = answer.round
         if self._shows_lengths and answer.last:
             choice["accepted_lengths"] = [*answer.last.accepted_lengths]
+        if self._shows_ids:
+            choice |= {"token_ids": answer.token_ids if piece is None else answer.newest_ids}
+            choice |= {"prompt_token_ids": [*answer.prompt_ids]} if piece is None else {}
         return choice
 
     def usage(self) -> dict[str, object]:
@@ -416,9 +422,9 @@ class Answer:
 
     def __init__(
         self, request: ServedRequest, tokenizer: PreTrainedTokenizerBase, index: int, *, is_chat: bool,
-        tools: Tools | None = None,
+        names_ids: bool = False, tools: Tools | None = None,
     ) -> None:  # fmt: skip
-        self._tokenizer, self._index, self._is_chat = tokenizer, index, is_chat
+        self._tokenizer, self._index, self._is_chat, self._names_ids = tokenizer, index, is_chat, names_ids
         self._stops = request.stops.texts if request.stops else ()
         self._is_constrained = request.sampling is not None and constraint_asked(request.sampling) is not None
         self._stop_ids, self._shows_stop = request.stop_ids, request.shows_stop
@@ -432,6 +438,11 @@ class Answer:
         self._has_begun, self._newest = False, Part()
         self.token_ids: list[int] = []
         self.last: Part | None = None
+
+    @property
+    def newest_ids(self) -> list[int]:
+        """The tokens of its newest part."""
+        return [*self._newest.new_ids]
 
     @property
     def text(self) -> str:
@@ -514,8 +525,8 @@ class Answer:
         found: list[tuple[_Scored, list[_Scored] | None]] = []
         for place, one in enumerate(scores, start=len(ids) - len(scores)):
             after = TextAfter(self._tokenizer, ids[max(place - _CONTEXT, 0) : place], names_special=True)
-            of_top = [_Scored(other.token, after.decode([other.token]), other.logprob) for other in one.top]
-            found.append((_Scored(one.token, after.decode([one.token]), one.logprob), of_top))
+            of_top = [_Scored(other.token, self._name(other.token, after), other.logprob) for other in one.top]
+            found.append((_Scored(one.token, self._name(one.token, after), one.logprob), of_top))
         if self._is_chat:
             return {
                 "content": [
@@ -524,7 +535,7 @@ class Answer:
                 ]
             }
         if self._echoes:
-            first = TextAfter(self._tokenizer, (), names_special=True).decode(ids[:1])
+            first = self._name(ids[0], TextAfter(self._tokenizer, (), names_special=True))
             found.insert(0, (_Scored(ids[0], first, None), None))
         return {
             "tokens": [one.text for one, _ in found], "token_logprobs": [one.log_prob for one, _ in found],
@@ -534,6 +545,9 @@ class Answer:
             ],
             "text_offset": self._offsets(len(found)),
         }  # fmt: skip
+
+    def _name(self, token: int, after: TextAfter) -> str:
+        return f"token_id:{token}" if self._names_ids else after.decode([token])
 
     def _offsets(self, num_tokens: int) -> list[int]:
         """Offsets at which the text of the last tokens begins; tokens of one character begin with it."""
@@ -550,6 +564,7 @@ class Answer:
         added = self._tokenizer.added_tokens_decoder.get(token)
         written = str(self._tokenizer.convert_ids_to_tokens(token))
         own, known = str(added.content).encode() if added else reader_of(self._tokenizer)(written), text.encode()
+        known = own if self._names_ids else known
         return {
             "token": text,
             "logprob": log_prob,
