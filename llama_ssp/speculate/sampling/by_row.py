@@ -51,7 +51,8 @@ class RowSteps:
     """Steps that the rows of a batch need now; the rules of one round, of target and drafts, share this object.
 
     Attributes:
-        has_greedy, truncates, penalizes: a row needs this step.
+        truncates, penalizes: a row needs this step.
+        has_greedy: the same, or another step is needed, which costs more.
         most: as many rows as truncate, and as are penalized, or more: one of few numbers, so that few graphs do.
         limits: a row takes fewer drafted tokens than others.
     """
@@ -64,11 +65,11 @@ class RowSteps:
 
     def follow(self, samplings: Sequence[SamplingConfig], *, limits: bool) -> None:
         """Take the steps that these settings of rows need."""
-        self.has_greedy = not all(sampling.temperature for sampling in samplings)
         num_truncated = sum(sampling.truncates for sampling in samplings)
         num_penalized = sum(sampling.penalizes for sampling in samplings)
         self.truncates, self.penalizes, self.limits = num_truncated > 0, num_penalized > 0, limits
         number = max(num_truncated, num_penalized)
+        self.has_greedy = number > 0 or not all(sampling.temperature for sampling in samplings)
         self.most = next((most for most in _MOSTS if number <= most), number)
 
 
