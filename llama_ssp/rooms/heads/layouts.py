@@ -74,14 +74,19 @@ class HeadConfig:
     reaches: tuple[Reach, ...] = ()  # of the layers of a block.
     selector: tuple[int, int] | None = None  # of DFlash 2: width of its selector, and tokens that it scores.
     convolution: tuple[int, int] = (0, 0)  # of DFlash 2: positions that a convolution reads, and features of a group.
+    norms_last: bool = False  # a tap of the last layer's output is one of the final norm's.
     embedding_scale: float = 1.0
     logits_scale: float = 1.0
     softcap: float = 0.0  # logits are bent to less than that; 0 without.
     source = "llama_ssp.rooms.heads.sources:source_of"
 
     def layers_of(self, num_layers: int) -> tuple[int, ...]:
-        """The tapped layers of a target of `num_layers`, counted from 0."""
-        return self.layers or (2, num_layers // 2, num_layers - 3)
+        """The tapped layers of a target of `num_layers`, counted from 0; see `TapSource.layers`.
+
+        Of the last layer's output, trainers that read it from transformers have it normed, and others as it is.
+        """
+        layers = self.layers or (2, num_layers // 2, num_layers - 3)
+        return tuple(layer + (layer == num_layers and not self.norms_last) for layer in layers)
 
     def shape_over(self, layers: ModelShape) -> ModelShape:
         """The sizes of the head, from the sizes `layers` of a model whose layers are as its own."""
@@ -123,6 +128,11 @@ class HeadConfig:
             name, rows, columns = inner[self.markov_head]
             sizes |= {f"{name}_proj.weight": (rows, columns), f"{name}_proj.bias": (rows,)}
         return sizes if rank else {}
+
+
+def is_padded_alike(size: int, other: int) -> bool:
+    """Whether vocabularies of these sizes can be one, padded in two ways: they differ by less than a hundredth."""
+    return 100 * abs(size - other) < max(size, other)
 
 
 def read_head_config(content: Mapping[str, Any], file: Path) -> HeadConfig | None:
@@ -167,7 +177,8 @@ def read_head_config(content: Mapping[str, Any], file: Path) -> HeadConfig | Non
         mask_token_id=mask,
         most_drafted=max(block_size - (not at_anchor), 1) if kind == DFLASH else 0,
         drafts_at_anchor=at_anchor, markov_rank=rank, markov_head=markov_head,
-        reaches=reaches, **_of_dflash(content, file) if kind == DFLASH else {},
+        reaches=reaches, norms_last=kind == DFLASH and SPECULATOR not in content,
+        **_of_dflash(content, file) if kind == DFLASH else {},
         **_of_selector(content, sizes, block_size, file) if found == DFLASH2 else {},
     )  # fmt: skip
 

@@ -334,8 +334,9 @@ class BlockRunner(ParallelRunner):
         def following(depth: int, ids_BM: Tensor, _parents_BM: Tensor | None) -> Tensor:
             found_BMV = selector(logits_BKV.narrow(1, depth, 1), ids_BM, hidden_BKE.narrow(1, depth, 1))
             if self.reads is Reads.best:
-                return best_of(found_BMV)
-            return own_part(found_BMV, self.vocab_size, self._comm) if self.reads is Reads.own else found_BMV
+                return self._of_target(best_of(found_BMV))
+            found_BMV = self._of_target(found_BMV)
+            return own_part(found_BMV, self.num_token_ids, self._comm) if self.reads is Reads.own else found_BMV
 
         return following
 

@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -39,7 +40,7 @@ class _Missing(ModuleType):
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - whatever is imported
         if name.startswith("__"):
             raise AttributeError(name)
-        return object
+        return object if name[0].isupper() else MagicMock()
 
 
 def module_of(name: str) -> Any:  # noqa: ANN401 - a module
@@ -50,10 +51,12 @@ def module_of(name: str) -> Any:  # noqa: ANN401 - a module
     return import_module(name)
 
 
-def filled(model: nn.Module, *, seed: int = 0) -> Any:  # noqa: ANN401 - of the same class
-    """Give all parameters of a head random values, of a size at which each of them matters."""
+def filled(model: nn.Module, *, seed: int = 0, without: tuple[str, ...] = ()) -> Any:  # noqa: ANN401 - of the same class
+    """Give the parameters of a head random values, of a size at which each of them matters; all but some by prefix."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
+        if without and name.startswith(without):
+            continue
         scale = 1.0 if "codebook" in name else parameter.shape[-1] ** -0.5
         with torch.no_grad():
             parameter.copy_(scale * torch.randn(parameter.shape, generator=generator) + ("norm" in name))
@@ -129,3 +132,52 @@ def _selected(  # noqa: PLR0917
         package._sample_probs = draw
     nowhere_V = torch.full((logits.shape[-1],), float("-inf"))
     return nowhere_V.scatter_(0, found[0, len(drafted)], probs[0, len(drafted)].log()).double()
+
+
+def speculator_head(folder: Path, kind: str, *, layers: dict[str, Any] | None = None, **fields: Any) -> Any:  # noqa: ANN401
+    """Save a head of blocks by a class of `speculators`, over the target in `folder`/target."""
+    config, draft = module_of("speculators.config"), module_of(f"speculators.models.{kind}")
+    greedy = module_of("speculators.proposals.greedy")
+    of_layers = Qwen3Config(**_SIZES, tie_word_embeddings=False, **layers or {})
+    of_layers._attn_implementation = "eager"
+    names = {"dflash": "DFlash", "dflash2": "DFlash2", "dspark": "DSpark"}
+    made = getattr(draft, f"{names[kind]}SpeculatorConfig")(
+        transformer_layer_config=of_layers, draft_vocab_size=VOCABULARY, block_size=4, mask_token_id=MASK,
+        aux_hidden_state_layer_ids=[*LAYERS],
+        speculators_config=config.SpeculatorsConfig(
+            algorithm=kind, proposal_methods=[greedy.GreedyTokenProposalConfig(speculative_tokens=3)],
+            default_proposal_method="greedy",
+            verifier=config.VerifierConfig(name_or_path=str(folder / "target"), architectures=["LlamaForCausalLM"]),
+        ), **fields,
+    )  # fmt: skip
+    head = getattr(draft, f"{names[kind]}DraftModel")(made)
+    head.load_verifier_weights()
+    theirs = ("embed_tokens", "lm_head", "verifier")
+    filled(head, without=theirs).save_pretrained(folder / "head")
+    return head
+
+
+def speculator_logits(head: Any, text: list[int], taps_LX: Tensor, drafted: list[int], *, at_anchor: bool) -> Tensor:  # noqa: ANN401
+    """Logits (V,) of the token after a text and drafted ones, by a class of `speculators`: of a block at its end."""
+    block, number = head.block_size, len(text) - 1
+    padded = number + 1 + block
+    with torch.no_grad():
+        taps = torch.zeros(1, padded, taps_LX.shape[1])
+        taps[0, :number] = taps_LX
+        ids, mask = torch.zeros(2, 1, padded, dtype=torch.long)
+        ids[0, : number + 1], mask[0, number] = torch.tensor(text), 1
+        hidden_1NE, logits_1NV, *_ = head._backbone_forward(
+            taps, ids, mask, torch.zeros(1, padded, head.hidden_size), torch.zeros(1, padded, dtype=torch.long),
+            max_anchors=1,
+        )  # fmt: skip
+        place = len(drafted) + (not at_anchor)
+        logits_V, hidden_E, before = logits_1NV[0, place], hidden_1NE[0, place], torch.tensor([text[-1], *drafted][-1])
+        if selector := getattr(head, "candidate_selector", None):
+            ids_Q, scores_Q = selector.select(logits_V, hidden_E, before)
+            logits_V = torch.full_like(logits_V, float("-inf")).scatter_(0, ids_Q, scores_Q)
+        if markov := getattr(head, "markov_head", None):
+            tokens = torch.tensor([[text[-1], *drafted]])
+            first = int(not at_anchor)
+            rows = hidden_1NE[:, first : first + len(drafted) + 1]
+            logits_V = logits_V + markov.block_bias(prev_token_ids=tokens, hidden_states=rows)[0, -1]
+    return torch.as_tensor(logits_V, dtype=torch.float64)

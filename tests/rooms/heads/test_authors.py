@@ -22,7 +22,16 @@ from tests.helpers.lanes import heavy, slow
 from tests.helpers.models import build_checkpoint
 from tests.helpers.one_pass_heads import DIM, LAYERS, VOCABULARY, WIDTH
 from tests.helpers.text_laws import counted
-from tests.rooms.heads.authors import NEEDED, SELECTING, flat_head, flat_logits, flat_rounds, make_alike
+from tests.rooms.heads.authors import (
+    NEEDED,
+    SELECTING,
+    flat_head,
+    flat_logits,
+    flat_rounds,
+    make_alike,
+    speculator_head,
+    speculator_logits,
+)
 
 pytestmark = NEEDED
 PROMPTS = ((5, 100, 17, 4, 56), (31,), tuple(range(40, 70)))
@@ -71,6 +80,27 @@ def test_heads_of_dflash_draft_as_in_their_authors_classes(
     decode(tmp_path, seen, batch_size=2, tree=tree)
     wanted = partial(flat_logits, head, library, num=NUM_DRAFTED)
     assert head_drafts.check(seen, library, LAYERS, tree, wanted) > 40
+
+
+_OF_LAYERS = {"layer_types": _BOTH, "sliding_window": 3, "use_sliding_window": True}
+SPECULATORS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "dflash": ("dflash", {}, {}),
+    "dflash, windows": ("dflash", _OF_LAYERS, {}),
+    "dflash, windows in both directions": ("dflash", _OF_LAYERS, {"sliding_window_non_causal": True}),
+    "dflash 2, windows": ("dflash2", _OF_LAYERS, SELECTING),
+    "dflash 2, causal": ("dflash2", _OF_LAYERS, {"sliding_window_non_causal": False, "sample_from_anchor": True}),
+    "dspark, windows": ("dspark", _OF_LAYERS, {"markov_rank": 16, "markov_head_type": "rnn"}),
+}
+
+
+@pytest.mark.parametrize("name", SPECULATORS)
+def test_heads_of_speculators_draft_as_in_its_classes(name: str, tmp_path: Path) -> None:
+    library, seen, (kind, layers, fields) = target_in(tmp_path), Seen(), SPECULATORS[name]
+    head = speculator_head(tmp_path, kind, layers=layers, **fields)
+    at_anchor = head.config.sample_from_anchor
+    decode(tmp_path, seen, batch_size=2, num_drafted=NUM_DRAFTED + at_anchor)
+    wanted = partial(speculator_logits, head, at_anchor=at_anchor)
+    assert head_drafts.check(seen, library, LAYERS, None, wanted) > 40
 
 
 def alike(folder: Path) -> tuple[Any, Any]:
