@@ -1,5 +1,6 @@
 """Heads of one pass draft as their public definitions say, whatever was accepted before, and faults are sentences."""
 
+import json
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -200,6 +201,14 @@ def test_a_published_head_of_eagle_1_or_2_is_named_by_plans_and_runs(stored: str
         edit_json(tmp_path / "config.json", architectures=["LlamaForCausalLMEagle"])
     for read in (inspect, read_config, lambda folder: check_readable(folder, "none")):
         with pytest.raises(CheckpointError, match=r"a head of EAGLE-1 or 2, .* give one of them in safetensors"):
+            read(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["gemma4_assistant", "gemma4_unified_assistant"])
+def test_a_draft_that_reads_its_target_s_cache_is_named_by_plans_and_runs(kind: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, "hidden_size": 64, "vocab_size": 100}))
+    for read in (inspect, read_config, lambda folder: check_readable(folder, "none")):
+        with pytest.raises(CheckpointError, match=r"an assistant, which reads the keys and values .* give one of them"):
             read(tmp_path)
 
 
