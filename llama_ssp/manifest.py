@@ -42,6 +42,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     ),
     "python_ranks": ("argument=ranks",),
     "reports": ("command=report", "setting=figure"),
+    "self_drafts": ("draft=self",),
     "serve": ("task=serve", "command=serve", "field=custom_id"),
     "slurm": ("hydra/launcher=slurm",),
     "synthetic": ("weights=synthetic", "setting=agreement"),

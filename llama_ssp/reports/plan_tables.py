@@ -317,7 +317,9 @@ def _basis(plan: Plan) -> Iterator[str]:
 
 def _print_machines(plans: Sequence[Plan], console: Console, *, is_full: bool) -> None:
     """Print a row for the plan of each machine, in the order given."""
-    names = ["machine", "ranks", "GiB\nof", "capacity", "plain", "speculative", "first\ntoken", "tokens/s"]
+    drafts = plans[0].spec.drafts
+    modes = ["plain", *["speculative"] * drafts]
+    names = ["machine", "ranks", "GiB\nof", "capacity", *modes, "first\ntoken", "tokens/s"]
     has_price = any(plan.usd_per_million_tokens is not None for plan in plans)
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=0, pad_edge=False)
     for name in [*names, *["USD/M\ntokens"] * has_price]:
@@ -344,7 +346,8 @@ def _machine_cells(plan: Plan) -> Iterator[str]:
         yield "[red]does not fit[/red]"
         return
     yield f"{1e3 * timed.plain_s:.2f}"
-    yield "" if timed.speculative_s is None else f"{1e3 * timed.speculative_s:.2f}"
+    if plan.spec.drafts:
+        yield "" if timed.speculative_s is None else f"{1e3 * timed.speculative_s:.2f}"
     yield f"{1e3 * (timed.prefill_s if timed.gains else timed.plain_prefill_s):.0f}"
     yield f"{plan.spec.num_rows / timed.best_run_s:.0f}"
     if usd is not None:

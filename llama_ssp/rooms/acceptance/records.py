@@ -13,7 +13,7 @@ from llama_ssp.fields import made, setting
 from llama_ssp.groups import MoreSettings
 from llama_ssp.planning.spec import KnownPairs
 from llama_ssp.settings.constraints import constraint_asked
-from llama_ssp.settings.drafters import DRAFTERS, draft_name, drafts, free_drafts, of_kind
+from llama_ssp.settings.drafters import DRAFTERS, draft_name, drafter_of, drafts, free_drafts, of_kind
 from llama_ssp.settings.schema import MODEL_DRAFT, DrafterConfig, PlanConfig, RunConfig, TaskConfig
 from llama_ssp.settings.tasks import NoEffect, TaskSpec
 
@@ -88,6 +88,8 @@ def _problems(config: RunConfig, explicit: frozenset[str]) -> Iterator[str | NoE
     yield from filter(None, map(unknown_draft, task.drafts))
     if not drafts(config.draft):
         yield "task=acceptance needs a draft: give draft=NAME, or drafts=[NAME,...]"
+    elif task.store and drafter_of(config.draft).reads_target:
+        yield f"task.store=true keeps no pair of draft={config.draft.kind}, whose settings vary: leave it out"
     if wrong := [one for one in task.temperatures if not 0 <= one < math.inf]:
         yield f"task.temperatures={task.temperatures}: {wrong[0]} must be 0 or more"
     if len({*task.temperatures}) < len(task.temperatures):

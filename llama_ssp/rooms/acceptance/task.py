@@ -86,7 +86,7 @@ def _configs(config: RunConfig) -> list[RunConfig]:
 
 def is_certain(draft: DrafterConfig) -> bool:
     """Whether a draft proposes with certainty at every temperature."""
-    return drafts_greedily(draft) or not drafter_of(draft).has_model
+    return drafts_greedily(draft) or drafter_of(draft).is_certain
 
 
 def _given(session: Session) -> list[FinishedText]:

@@ -43,6 +43,7 @@ class DrafterParts:
         tree: of the drafted tokens; None for a chain.
         num_ahead: the most drafted tokens that wait for verification when a round begins.
         first_row: the first of the rows that this rank drafts, by the number of all; 0 where it drafts all.
+        target: this rank's part of the target, whose weights and cache a draft may read.
         prepared: what `prepare` of the record of the draft, or of its vocabulary, has read; None without it.
     """
 
@@ -52,6 +53,7 @@ class DrafterParts:
     vocab_size: int
     device: torch.device
     runner: Any = None
+    target: Any = None
     comm: Comm | None = None
     taps: Taps | None = None
     tree: Tree | None = None
@@ -233,11 +235,15 @@ def with_forced_child(forced_B1: Tensor, scores_BMV: Tensor, *, takes_best: bool
 
 
 class TreeTables(Workspace):
-    """Tables that the forwards of trees look up."""
+    """Tables that the forwards of trees look up.
+
+    Attributes:
+        slots: the numbers of a bucket's slots.
+    """
 
     def __init__(self, num_nodes: int, device: torch.device) -> None:
         self._numbers_T = torch.arange(num_nodes + 1, device=device)
-        self._slots = PerBucket(lambda bucket: torch.arange(bucket, device=device))  # a trace serves all buckets
+        self.slots = PerBucket(lambda bucket: torch.arange(bucket, device=device))  # a trace serves all buckets
 
     def places(
         self, root_B1: Tensor, first: int, depths_BM: Tensor | int, sees_BMA: Tensor, *, bucket: int
@@ -249,7 +255,7 @@ class TreeTables(Workspace):
         num_rows, num_nodes, _ = sees_BMA.shape
         slots_BM = root_B1 + self._numbers_T.narrow(0, first, num_nodes)
         positions_BM = (root_B1 + depths_BM).expand(num_rows, num_nodes)
-        return positions_BM, TreePlaces(slots_BM, sees_BMA, self._slots[bucket])
+        return positions_BM, TreePlaces(slots_BM, sees_BMA, self.slots[bucket])
 
 
 def catch_up(

@@ -207,6 +207,13 @@ def test_a_terminal_of_80_columns_breaks_no_word_and_scrolls_little() -> None:
     assert [word for word in ("speculative", "capacity", "USD/M", "tokens/s", "p4d_24xlarge") if word not in text] == []
 
 
+def test_machines_without_a_draft_have_no_column_for_one() -> None:
+    for draft in ("7B", None):
+        console = Console(record=True, width=80, file=io.StringIO())
+        show([make_plan(make_spec("13B", draft, num_ranks=8), hardware.load("8xh100"))] * 2, console)
+        assert ("speculative" in console.export_text()) is bool(draft)
+
+
 def test_the_shown_gain_is_that_of_the_shown_times_and_its_range_has_a_middle() -> None:
     plan = _plan("30B", "tinyllama_1B", num_ranks=8)
     low, high = document(plan)["time"]["speedup_range"]
