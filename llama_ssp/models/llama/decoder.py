@@ -151,9 +151,11 @@ class LeanRunner(CachedRunner):
         Its layers see all that `follow` shows, without windows.
         """
         part = copy(self)
-        part._layers = [self._layers[number] for number in numbers]
-        part._windows = (None,) * len(numbers)
-        part._stops = tuple(number + 1 for number in numbers if number + 1 not in numbers)
+        vars(part).update(
+            _layers=[self._layers[number] for number in numbers],
+            _windows=(None,) * len(numbers),
+            _stops=tuple(number + 1 for number in numbers if number + 1 not in numbers),
+        )
         return part
 
     def make_buffers(self, cache: StaticCache, layers: Collection[int]) -> None:

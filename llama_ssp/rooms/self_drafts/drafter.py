@@ -22,7 +22,7 @@ from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.models.prefill import Buckets, Prompts
 from llama_ssp.models.runner import TreePlaces
 from llama_ssp.ranks.comms import Reads
-from llama_ssp.rooms.self_drafts.records import SelfConfig, chosen_layers, seen_slots
+from llama_ssp.rooms.self_drafts.records import SelfConfig, chosen_layers, small_cache_slots
 from llama_ssp.speculate.drafters.drafter import DrafterParts, StepwiseDrafter, TreeTables
 from llama_ssp.speculate.sampling.context import Rows
 from llama_ssp.speculate.sampling.draft import Draft
@@ -113,13 +113,13 @@ class SelfDrafter(StepwiseDrafter):
         self._target = target  # found first, so that its cache counts at the round's bucket
         numbers = chosen_layers(config, target.num_layers)
         most_nodes = 1 + parts.num_draft_tokens
-        if seen_slots(config) is None:
+        if small_cache_slots(config) is None:
             part: Any = _Part(target, numbers)
         else:
             part = _Window(target, numbers, sinks=config.sinks, window=config.window or 0, most_nodes=most_nodes)
         super().__init__(part, parts)
         self._part: _Part = part
-        writes = config.restores and seen_slots(config) is None
+        writes = config.restores and small_cache_slots(config) is None
         self._slots_T = torch.arange(most_nodes * writes, device=target.device)
         self._places_of = TreeTables(parts.num_draft_tokens, parts.device)
 

@@ -40,7 +40,7 @@ def chosen_layers(draft: SelfConfig, num_layers: int) -> Sequence[int]:
     return range(num_layers if given is None else given) if given is None or isinstance(given, int) else list(given)
 
 
-def seen_slots(draft: SelfConfig) -> int | None:
+def small_cache_slots(draft: SelfConfig) -> int | None:
     """Slots of the small cache that the target's are copied to; None without one."""
     return None if draft.window is None else draft.window + draft.sinks
 
@@ -93,7 +93,7 @@ def _problems_of_layers(draft: SelfConfig, num_layers: int) -> Iterator[str]:
 
 def _terms(draft: SelfConfig, round_: RoundSizes) -> DraftTerms:
     """Count the steps of the layers, and the slots of the small cache."""
-    layers, slots = chosen_layers(draft, round_.num_target_layers), seen_slots(draft)
+    layers, slots = chosen_layers(draft, round_.num_target_layers), small_cache_slots(draft)
     return DraftTerms(layers=len(layers), seen_slots=slots, copied_slots=slots or 0)
 
 

@@ -5,8 +5,10 @@ import os
 import signal
 from collections.abc import Sequence
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from llama_ssp.catalogue import load
+from llama_ssp.models.prefill import read_prompts
 from llama_ssp.reports.folder import COSTS_FILE
 from llama_ssp.rooms.acceptance import reading, task
 from llama_ssp.rooms.acceptance.arithmetic import least_cost
@@ -236,6 +239,22 @@ def test_a_draft_that_proposes_along_the_text_has_the_law_of_one_that_reads_it(
         first = whole.arrays["text_length"].cumsum() - whole.arrays["text_length"]
         found = (np.delete(trace.arrays[f"tiny-draft/{name}"], first, axis=0) for trace in (steps, whole))
         assert next(found) == pytest.approx(next(found), abs=1e-4)
+
+
+def test_one_pass_of_the_target_serves_two_heads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both have the numbers of one that reads alone."""
+    words = ("num_samples=2", "max_new_tokens=12", "task.longest=2")
+    ended, _ = read(tmp_path, *words, name="own")
+    texts, folder = f"task.texts={ended.run_dir}", hub.resolve(load("tiny-eagle"))
+    passes = mock.Mock(wraps=read_prompts)
+    monkeypatch.setattr(reading, "read_prompts", passes)
+    _, alone = read(tmp_path, texts, "task.longest=2", "draft=tiny-eagle", name="alone")
+    num_alone = passes.call_count
+    local = ("draft=local", f"draft.model.path={folder}", "task.drafts=[tiny-eagle]")
+    _, both = read(tmp_path, texts, "task.longest=2", *local, name="both")
+    assert passes.call_count == 2 * num_alone > 0, "as many passes"
+    for name, number in product(("tiny-eagle", "local"), ("log_q", "log_race")):
+        assert both.arrays[f"{name}/{number}"] == pytest.approx(alone.arrays[f"tiny-eagle/{number}"], abs=1e-4)
 
 
 def test_an_interrupted_reading_is_resumed_to_the_same_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
