@@ -162,7 +162,7 @@ def test_a_family_that_does_not_fit_the_cache_is_refused_by_a_short_text(tmp_pat
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("kind", [
-    kind if kind in REFUSED else (slow if place % 3 and kind not in ON_ONE else heavy)(kind)
+    kind if kind in REFUSED else (slow if place % 6 and kind not in ON_ONE else heavy)(kind)
     for place, kind in enumerate({**FAMILIES, **MORE})
 ])  # fmt: skip
 def test_a_plan_refuses_what_a_run_refuses_in_the_same_words(tmp_path: Path, kind: str, num_ranks: int) -> None:
