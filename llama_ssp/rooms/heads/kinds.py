@@ -35,6 +35,7 @@ _OF_BLOCKS = {
 _OTHER_HEADS = {
     r".*medusa.*": "Medusa heads", r"mlp|.*mlp_?speculator.*": "an MLP speculator",
     r"eagle(model)?|.*forcausallmeagle": "a head of EAGLE-1 or 2",
+    r"\w+_assistant|\w+assistantforcausallm": "an assistant, which reads the keys and values of its target's cache",
 }  # fmt: skip
 """Heads that are not read, by what their files call them."""
 _EAGLE = {"fc.weight", "layers.0.mlp.up_proj.weight"}

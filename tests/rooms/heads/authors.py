@@ -17,6 +17,7 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers.models.llama.configuration_llama import LlamaConfig
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 
 from tests.helpers.one_pass_heads import DIM, HEADS, KEYS, LAYERS, MASK, UNITS, VOCABULARY, WIDTH
@@ -181,3 +182,47 @@ def speculator_logits(head: Any, text: list[int], taps_LX: Tensor, drafted: list
             rows = hidden_1NE[:, first : first + len(drafted) + 1]
             logits_V = logits_V + markov.block_bias(prev_token_ids=tokens, hidden_states=rows)[0, -1]
     return torch.as_tensor(logits_V, dtype=torch.float64)
+
+
+def eagle_head(
+    folder: Path, *, kind: str = "llama", num_layers: int = 1, drafted: int = VOCABULARY, **fields: Any
+) -> Any:  # noqa: ANN401
+    """Save a head of EAGLE-3 by the class of `speculators`, over the target in `folder`/target."""
+    config, draft = module_of("speculators.config"), module_of("speculators.models.eagle3")
+    greedy, core = module_of("speculators.proposals.greedy"), module_of("speculators.models.eagle3.core")
+    sizes = _SIZES | {"num_hidden_layers": num_layers, "tie_word_embeddings": False}
+    of_layers = {"llama": LlamaConfig, "qwen3": Qwen3Config}[kind](**sizes)
+    of_layers._attn_implementation = "eager"
+    made = draft.Eagle3SpeculatorConfig(
+        transformer_layer_config=of_layers, draft_vocab_size=drafted, norm_before_residual=True,
+        eagle_aux_hidden_state_layer_ids=[*LAYERS],
+        speculators_config=config.SpeculatorsConfig(
+            algorithm="eagle3", proposal_methods=[greedy.GreedyTokenProposalConfig(speculative_tokens=3)],
+            default_proposal_method="greedy",
+            verifier=config.VerifierConfig(name_or_path=str(folder / "target"), architectures=["LlamaForCausalLM"]),
+        ), **fields,
+    )  # fmt: skip
+    head = core.Eagle3DraftModel(made)
+    if drafted < VOCABULARY:
+        ids_D = torch.arange(drafted) * (VOCABULARY // drafted)
+        head.load_vocab_mappings(
+            torch.zeros(VOCABULARY, dtype=torch.bool).index_fill_(0, ids_D, value=True), ids_D - torch.arange(drafted)
+        )
+    head.load_verifier_weights()
+    filled(head, without=("embed_tokens", "verifier")).save_pretrained(folder / "head")
+    return head
+
+
+def eagle_logits(head: Any, text: list[int], taps_LX: Tensor, _drafted: list[int]) -> Tensor:  # noqa: ANN401
+    """Logits (V,) of the token after a text, by the class of `speculators`."""
+    seen = list[Tensor]()
+    hook = head.lm_head.register_forward_hook(lambda _module, _args, logits: seen.append(logits))
+    with torch.no_grad():
+        ids = torch.tensor([text[1:]])
+        head(taps_LX[None], ids, torch.zeros_like(ids), ttt_steps=1)
+    hook.remove()
+    logits_D = seen[0][0, -1].double()
+    if head.d2t is None:
+        return logits_D
+    nowhere_V = torch.full((VOCABULARY,), float("-inf"), dtype=torch.float64)
+    return nowhere_V.index_copy_(0, torch.arange(len(logits_D)) + head.d2t, logits_D)

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from llama_ssp.models.loading import load_model
 from llama_ssp.models.weights import Loading
+from llama_ssp.rooms.heads.drafter import HeadDrafter
 from llama_ssp.rooms.heads.one_pass_drafter import OnePassDrafter
 from llama_ssp.rooms.heads.sources import HeadSource
 from llama_ssp.settings.schema import SamplingConfig
@@ -25,6 +26,8 @@ from tests.helpers.text_laws import counted
 from tests.rooms.heads.authors import (
     NEEDED,
     SELECTING,
+    eagle_head,
+    eagle_logits,
     flat_head,
     flat_logits,
     flat_rounds,
@@ -54,14 +57,14 @@ def target_in(folder: Path, family: str = "llama") -> Any:  # noqa: ANN401 - a m
     return AutoModelForCausalLM.from_pretrained(folder / "target", dtype="float32")
 
 
-def decode(folder: Path, seen: Seen | None = None, **how: Any) -> list[Any]:
+def decode(folder: Path, seen: Seen | None = None, kind: Any = OnePassDrafter, **how: Any) -> list[Any]:  # noqa: ANN401
     """Texts of the pair in a folder; see `head_drafts.decode`."""
     target, origin = inspect_pair(folder)
     assert isinstance(origin, HeadSource)
     runner = load_model(Loading(target, dtype=torch.float32))
     head = load_model(Loading(origin, dtype=torch.float32, target=runner))
     given: dict[str, Any] = {"width": WIDTH, "prompts": PROMPTS, "seen": seen} | how
-    return head_drafts.decode(runner, OnePassDrafter, head, origin.layers, **given)
+    return head_drafts.decode(runner, kind, head, origin.layers, **given)
 
 
 @pytest.mark.parametrize(
@@ -101,6 +104,21 @@ def test_heads_of_speculators_draft_as_in_its_classes(name: str, tmp_path: Path)
     decode(tmp_path, seen, batch_size=2, num_drafted=NUM_DRAFTED + at_anchor)
     wanted = partial(speculator_logits, head, at_anchor=at_anchor)
     assert head_drafts.check(seen, library, LAYERS, None, wanted) > 40
+
+
+EAGLES: dict[str, dict[str, Any]] = {
+    "of a Llama": {"drafted": 112},
+    "that normed taps join": {"norm_before_fc": True, "norm_output": True},
+    "of two layers of a Qwen 3": {"kind": "qwen3", "num_layers": 2, "fc_norm": True},
+}
+
+
+@pytest.mark.parametrize("name", EAGLES)
+def test_heads_of_eagle_3_of_speculators_draft_as_in_its_class(name: str, tmp_path: Path) -> None:
+    library, seen = target_in(tmp_path), Seen()
+    head = eagle_head(tmp_path, **EAGLES[name])
+    decode(tmp_path, seen, kind=HeadDrafter, batch_size=2, num_drafted=1)
+    assert head_drafts.check(seen, library, LAYERS, None, partial(eagle_logits, head)) > 20
 
 
 def alike(folder: Path) -> tuple[Any, Any]:

@@ -1,5 +1,6 @@
 """Heads of one pass draft as their public definitions say, whatever was accepted before, and faults are sentences."""
 
+import json
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -98,18 +99,21 @@ def test_a_head_reads_what_it_has_missed_in_rounds_that_did_not_draft(layout: st
     assert check(tmp_path, layout, num_new=40, choices=choices) > 10
 
 
-@pytest.mark.parametrize("kind", [
-    *("gpt_neo", "nemotron_h"), *map(heavy, OF_OTHER_NAMES),
-    *(slow(kind) for kind in {**FAMILIES, **MORE} if kind not in {"gpt_neo", "nemotron_h", *OF_OTHER_NAMES}),
+@pytest.mark.parametrize(("kind", "layout"), [
+    ("gpt_neo", SHARING), ("nemotron_h", SELECTING), heavy("nemotron_h", SHARING),
+    *(heavy(kind, SHARING) for kind in OF_OTHER_NAMES),
+    *(slow(kind, SHARING) for kind in {**FAMILIES, **MORE} if kind not in {"gpt_neo", "nemotron_h", *OF_OTHER_NAMES}),
 ])  # fmt: skip
-def test_a_head_with_the_tables_of_its_target_drafts_for_every_family(tmp_path: Path, kind: str) -> None:
+def test_a_head_with_the_tables_of_its_target_drafts_for_every_family(tmp_path: Path, kind: str, layout: str) -> None:
     """Of embedding, output and layers whatever their names."""
     build_checkpoint(tmp_path / "target", kind, **MORE.get(kind, {}))
     save_tokenizer(tmp_path / "target", VOCAB_SIZE)
     if refusal(lambda: check_readable(tmp_path / "target", "none")):
         return
-    layers = {"mask_token_id": VOCAB_SIZE - 1, "target_layer_ids": [0, 0, 0]}
-    save_head(tmp_path / "head", SHARING, vocab_size=VOCAB_SIZE, dflash_config=layers)
+    layers = CONFIGS[layout]["dflash_config"] | {"mask_token_id": VOCAB_SIZE - 1, "target_layer_ids": [0, 0, 0]}
+    books = {name: each[:VOCAB_SIZE] for name, each in make_tensors(layout).items() if "codebook" in name}
+    tensors = make_tensors(layout) | {name: each.clone() for name, each in books.items()}
+    save_head(tmp_path / "head", layout, tensors, vocab_size=VOCAB_SIZE, dflash_config=layers)
     drafted = load_pair(tmp_path / "target", tmp_path / "head", dtype="fp32")
     of_a_block: dict[str, Any] = {"num_draft_tokens": ADAPTIVE}  # which is shorter than the longest K
     texts = [
@@ -200,6 +204,14 @@ def test_a_published_head_of_eagle_1_or_2_is_named_by_plans_and_runs(stored: str
         edit_json(tmp_path / "config.json", architectures=["LlamaForCausalLMEagle"])
     for read in (inspect, read_config, lambda folder: check_readable(folder, "none")):
         with pytest.raises(CheckpointError, match=r"a head of EAGLE-1 or 2, .* give one of them in safetensors"):
+            read(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["gemma4_assistant", "gemma4_unified_assistant"])
+def test_a_draft_that_reads_its_target_s_cache_is_named_by_plans_and_runs(kind: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, "hidden_size": 64, "vocab_size": 100}))
+    for read in (inspect, read_config, lambda folder: check_readable(folder, "none")):
+        with pytest.raises(CheckpointError, match=r"an assistant, which reads the keys and values .* give one of them"):
             read(tmp_path)
 
 

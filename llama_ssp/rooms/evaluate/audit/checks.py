@@ -20,7 +20,7 @@ from typing import NamedTuple
 from llama_ssp.log_probs import TokenLogprob
 from llama_ssp.rooms.evaluate import statistics
 from llama_ssp.rooms.evaluate.audit.texts import Answered, Scored
-from llama_ssp.rooms.evaluate.martingales import SCORES, Sum, powers
+from llama_ssp.rooms.evaluate.martingales import SCORES, Sum, moves, powers
 from llama_ssp.rooms.evaluate.suites.distribution import FALSE_ALARM_RATE, LEAST_POWER, NUM_SWAPS, PLACES
 
 HELD, FAILED, UNKNOWN, NOTED = "held", "failed", "could not judge", "noted"
@@ -75,15 +75,16 @@ def judge_sums(check: str, sums: Mapping[str, Sum], variation: float | None, *, 
 def _missed(sums: Mapping[str, Sum], variation: float, *, least_p: float) -> str:
     """Name the faults that so many tokens might not have shown."""
     left = {name: one.within(variation) for name, one in sums.items()}
-    chances = powers([*left.values()], least_p=least_p)
+    found = powers([*left.values()], least_p=least_p)
+    chances = {fault: found.get(fault, 0.0) for fault in moves(sums.values())}
     surprise = left.get("surprise")
     if surprise:  # of an exponential family: the derivative of its mean is its variance
         shift = max(_COOLER / (1 - _COOLER) * surprise.variance - variation * surprise.range, 0.0)
         moved = replace(surprise, shifts=(shift,))
         chances[f"temperature x {1 - _COOLER:g}"] = moved.power(0, least_p=least_p)
     missed = [f"{fault} ({chance:.2f})" for fault, chance in chances.items() if chance < LEAST_POWER]
-    found = [fault for fault, chance in chances.items() if chance >= LEAST_POWER]
-    said = f"; would have found: {', '.join(found)}" if found else ""
+    sure = [fault for fault, chance in chances.items() if chance >= LEAST_POWER]
+    said = f"; would have found: {', '.join(sure)}" if sure else ""
     return said + (f"; could have missed: {', '.join(missed)}" if missed else "")
 
 

@@ -139,13 +139,15 @@ class _Judge:
         ]  # fmt: skip
         return sorted(known, key=lambda text: (text.prompt_ids, -len(text.token_ids)))
 
-    def _score(self, check: str, sampling: SamplingConfig | None = None, *, sums: bool = True) -> list[TextScore]:
-        rounds = replace(ANY_ROUNDS, longest=self._longest)
+    def _rounds(self) -> Rounds:
         if not self._session.models.drafts or self._config.draft.model is None:
-            rounds = Rounds(rule=CERTAIN, num_known=0, longest=self._longest)
+            return Rounds(rule=CERTAIN, num_known=0, longest=self._longest)
+        return replace(ANY_ROUNDS, longest=self._longest)
+
+    def _score(self, check: str, sampling: SamplingConfig | None = None, *, sums: bool = True) -> list[TextScore]:
         texts = self._texts(check)
         texts = texts if sums else [replace(text, roles=()) for text in texts]
-        return score(self._session, texts, rounds=rounds, sampling=sampling)
+        return score(self._session, texts, rounds=self._rounds(), sampling=sampling)
 
     def _sums(self, check: str, sampling: SamplingConfig | None = None) -> dict[str, Sum]:
         self._scores[check] = self._score(check, sampling)
@@ -219,7 +221,18 @@ class _Judge:
             return Finding(
                 check, UNKNOWN, self._found.refusal(END) or "the server does not say how long it is: task.context="
             )
-        return checks.judge_sums(check, self._sums(END), variation, least_p=checks.OF_END)
+        found = checks.judge_sums(check, self._sums(END), variation, least_p=checks.OF_END / 2)
+        if found.outcome != HELD:
+            return found
+        # A fault of the very last position is one in K + 1 tokens of the other sums.
+        texts = self._texts(END)
+        longest = max(len(text.token_ids) for text in texts)
+        last = (*[Role.unused] * (longest - 1), Role.hidden)
+        whole = [replace(text, roles=last) for text in texts if len(text.token_ids) == longest > 1]
+        scores = score(self._session, whole, rounds=self._rounds())
+        of_last = checks.judge_sums(check, sums_of([one.sums for one in scores if one.sums]), variation,
+                                    least_p=checks.OF_END / 2)  # fmt: skip
+        return found if of_last.outcome != FAILED else of_last._replace(said=f"the last position: {of_last.said}")
 
     def _stops(self) -> Finding:
         found = self._found.of(STOPS)
