@@ -145,6 +145,7 @@ def test_another_pair_of_a_search_is_not_in_the_trace(tmp_path: Path) -> None:
     assert find(PlannedPair("other", "tiny-draft", 0.8, "speculative")) is None
 
 
+@pytest.mark.heavy
 def test_a_run_shows_what_its_trace_promised(tmp_path: Path) -> None:
     words = ("device=cpu", "max_new_tokens=24", "num_samples=3", "batch_size=8")
     launch("task=acceptance", "quiet=true", *words, f"run_dir={tmp_path}/read").well()

@@ -133,6 +133,7 @@ def test_a_run_names_what_it_found_by_draft_rule_temperature_and_length(tmp_path
     assert {one["sample"] for one in ended.lines} == {0, 1}, "one set of texts for each temperature"
 
 
+@pytest.mark.heavy
 def test_a_run_that_chooses_takes_the_time_that_is_simulated(tmp_path: Path) -> None:
     """By the same costs; 4 standard deviations of what its 24 texts take are 15 %."""
     costs = {0: 1.0} | {number: 1.2 + 0.15 * number for number in ADAPTIVE_LENGTHS}

@@ -43,7 +43,7 @@ def _page(
         *([f"baseline={task.baseline}"] if task.baseline else []),
     ]  # fmt: skip
     known = ", ".join(f"{name} {version}" for name, version in versions().items() if version)
-    asked = f"{len(found.answers)} answers, {found.num_repeated} requests repeated."
+    asked = f"{len(found.answers)} of {len(found.prompts)} answers, {found.num_repeated} requests repeated."
     lines = [
         f"# Audit of {task.url}: {outcome}", "", f"    {shlex.join(words)}", "", f"Read with {known}; {asked}", "",
         "| check | outcome | |", "|---|---|---|",
