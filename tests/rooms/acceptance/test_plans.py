@@ -12,7 +12,7 @@ from llama_ssp.errors import ConfigError
 from llama_ssp.machines import hardware
 from llama_ssp.planning.plan import make_plan
 from llama_ssp.planning.spec import PlannedPair
-from llama_ssp.rooms.acceptance import known
+from llama_ssp.rooms.acceptance import known, trace
 from llama_ssp.rooms.acceptance.records import stored_file
 from llama_ssp.rooms.acceptance.rows import rows_of
 from llama_ssp.rooms.acceptance.trace import Trace, law_of
@@ -56,13 +56,13 @@ def made(folder: Path, *, num_texts: int = 40, length: int = 33, ratio: float = 
 
 
 def test_rows_name_the_tokens_at_which_rounds_end(tmp_path: Path) -> None:
-    trace = Trace.read(made(tmp_path / "trace"), asked="")
-    numbers = np.arange(len(trace.arrays["token_id"]))
+    content = Trace.read(made(tmp_path / "trace"), asked="")
+    numbers = np.arange(len(content.arrays["token_id"]))
     is_bad = numbers % 11 == 5
-    log_q = trace.arrays["tiny-draft/log_q"] - np.where(is_bad, 6.0, 0.0)[:, None]
+    log_q = content.arrays["tiny-draft/log_q"] - np.where(is_bad, 6.0, 0.0)[:, None]
     more = {"tiny-draft/proposed": np.where(is_bad, 9, 3)[:, None], "tiny-draft/log_q": log_q}
-    trace = Trace(trace.about, {**trace.arrays, "token_id": np.where(is_bad, 7, numbers % 3), **more})
-    rows = [*rows_of(trace, {}, decode=lambda ids: " ".join(map(str, ids)))]
+    bad = Trace(content.about, {**content.arrays, "token_id": np.where(is_bad, 7, numbers % 3), **more})
+    rows = [*rows_of(bad, {}, decode=lambda ids: " ".join(map(str, ids)))]
     (shown,) = [row for row in rows if row.lost]
     assert shown.share_of_best == 1
     first = shown.lost[0]
@@ -70,6 +70,20 @@ def test_rows_name_the_tokens_at_which_rounds_end(tmp_path: Path) -> None:
     assert first.accepted < 0.01
     assert 0.2 < first.share < 1
     assert first.before.split()[-3:] in (["0", "1", "2"], ["1", "2", "0"], ["2", "0", "1"])
+
+
+def test_texts_have_the_rounds_that_they_have_in_other_company(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    content = Trace.read(made(tmp_path / "trace", num_texts=9), asked="")
+    lengths = np.array([33, 2, 7, 1, 30, 12, 33, 4, 9])
+    arrays = {name: values[: lengths.sum()] for name, values in content.arrays.items()} | {"text_length": lengths}
+    generator = np.random.default_rng(0)
+    arrays["tiny-draft/log_q"] = arrays["log_p"][:, None] + generator.normal(-0.3, 1.0, (int(lengths.sum()), 1))
+    found = []
+    for number in (2, 512):
+        monkeypatch.setattr(trace, "_NUM_AT_ONCE", number)
+        found.append(Trace(content.about, arrays).replay("tiny-draft", 0, "block", 4).rounds(4))
+    for one, other in zip(*found, strict=True):
+        assert one == pytest.approx(other, abs=1e-12)
 
 
 def tokens(acceptance: float, number: int) -> float:
