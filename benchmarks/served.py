@@ -4,7 +4,8 @@
 
 FILE is a table of aiconfigurator's public rows (NVIDIA, Apache-2.0), one a row of an engine at a steady concurrency C.
 Rows have the sums of their engine, where this engine calls NCCL; prompts of others are read between two tokens, C - 1
-of them for each completion; matrices in FP8 are multiplied in FP8, with half the bytes at twice the rate.
+of them for each completion, or half of them; matrices in FP8 are multiplied in FP8, with half the bytes at twice the
+rate.
 """
 
 import argparse
@@ -12,7 +13,7 @@ import csv
 import math
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from textwrap import fill
@@ -44,14 +45,26 @@ FP8_KERNELS = 4
 """Kernels of a layer that round the inputs of its products."""
 FIRST, LAST = 4, 64
 """Concurrency."""
+READ_FIRST = {"sglang": 0.5}
+"""Share of the others' prompts that a row waits for before its first token. SGLang reads what waits before it goes on
+with a step; requests of one length end and begin together, so the mean row waits for half."""
+QUEUED = 4
+"""A row whose first token took as many times what all C prompts take had no memory for C requests at a time."""
 
 
 class Served(NamedTuple):
-    """A row: machine, GPUs, weights, engine, concurrency; measured over planned time; whether its range holds it."""
+    """A row: machine, GPUs, weights, engine, concurrency; measured over planned time; whether its range holds it.
+
+    A row waited for a share of the others' prompts before its first token. The requests of a row that is queued waited
+    for memory, so that fewer of them were decoded at a time.
+    """
 
     names: tuple[str, int, str, str, int]
     ratio: float
     is_inside: bool
+    is_queued: bool
+    waited: float
+    model: str
 
 
 def machine_of(name: str, engine: str) -> HardwareConfig:
@@ -75,14 +88,17 @@ def why_left_out(row: dict[str, str]) -> str | None:
     return None if FIRST <= int(row["concurrency"]) <= LAST else f"concurrency below {FIRST}"
 
 
-def served(row: dict[str, str]) -> Served:
-    """Plan a row."""
-    name, engine, is_short = SYSTEMS[row["system"]], row["engine"], row["weights"] == "fp8"
+def served(row: dict[str, str], *, as_run_here: bool = False) -> Served:
+    """Plan a row; as run here, FP8 saves bytes alone, as in this engine, which multiplies in 16 bits."""
+    name, engine, is_fp8 = SYSTEMS[row["system"]], row["engine"], row["weights"] == "fp8"
+    is_short = is_fp8 and not as_run_here
     machine, rows, tokens = machine_of(name, engine), int(row["concurrency"]), int(row["output_tokens"])
     spec = replace(
         job(MODELS[row["model"]], int(row["tp"])), batch_size=rows, prompt_tokens=int(row["input_tokens"]),
         max_new_tokens=tokens,
     )  # fmt: skip
+    if is_fp8 and as_run_here:
+        spec = replace(spec, target=replace(spec.target, quantization="fp8_weight_only"))
     timed, layers = timing(spec, machine), spec.target.shape.num_hidden_layers
     step, halved = timed.target_forward, 0.0
     if is_short:  # keys and values are in FP8 on a B200 alone, as the growth with the rows says
@@ -91,29 +107,44 @@ def served(row: dict[str, str]) -> Served:
     # A prompt is read with the rows of a step, whose weights it shares, and launched from Python.
     prompt_s = timing(replace(spec, batch_size=1), machine).prefill_s - step.matrices_s
     launches_s = layers * OPERATORS_PER_LAYER * hardware.load(name).launch_s
-    others_s = (rows - 1) / tokens * max(prompt_s / (1 + is_short), launches_s)
+    prompt_s = max(prompt_s / (1 + is_short), launches_s)
+    others_s = (rows - 1) * (1 - READ_FIRST.get(engine, 0.0)) / tokens * prompt_s
     low, high = decoding_error(spec, machine, timed.plain_s) or (math.inf, 0.0)
     ratio = float(row["tpot_ms"]) / 1e3 / (timed.plain_s - halved / 2 + others_s)
     names = name, int(row["tp"]), row["weights"] or "bf16", engine, rows
-    return Served(names, ratio, is_inside=low <= ratio <= high)
+    first_s = float(row["ttft_ms"]) / 1e3
+    return Served(
+        names, ratio, is_inside=low <= ratio <= high, model=MODELS[row["model"]],
+        is_queued=first_s > QUEUED * rows * prompt_s, waited=(first_s / prompt_s - 1) / (rows - 1),
+    )  # fmt: skip
 
 
-def table(rows: Iterable[Served], *, of: int) -> str:
-    """Groups by their first `of` fields."""
+def tenths(rows: Iterable[Served]) -> tuple[float, float]:
+    """The 10th and the 90th percentile of measured over planned time."""
+    ratios = [row.ratio for row in rows]
+    found = statistics.quantiles(ratios, n=10, method="inclusive") if len(ratios) > 1 else ratios
+    return found[0], found[-1]
+
+
+def table(rows: Sequence[Served], *fields: int, is_held: bool = False) -> str:
+    """Groups by these fields; held, also how many are in the 80 % of the rows of all other groups."""
     groups = defaultdict(list)
     for row in rows:
-        groups[row.names[:of]].append(row)
+        groups[tuple(row.names[field] for field in fields)].append(row)
     lines = []
     for names, found in sorted(groups.items()):
-        ratios = [row.ratio for row in found]
-        tenths = statistics.quantiles(ratios, n=10, method="inclusive") if len(ratios) > 1 else ratios * 9
-        inside = sum(row.is_inside for row in found)
+        inside = [sum(row.is_inside for row in found)]
+        if is_held:
+            low, high = tenths([row for row in rows if row not in found])
+            inside.append(sum(low <= row.ratio <= high for row in found))
+        middle = statistics.median(row.ratio for row in found)
         lines.append((
-            *names, len(found), *(f"{number:.2f}" for number in (statistics.median(ratios), tenths[0], tenths[-1])),
-            f"{inside}, {100 * inside / len(found):.0f} %",
+            *names, len(found), *(f"{number:.2f}" for number in (middle, *tenths(found))),
+            *(f"{number}, {100 * number / len(found):.0f} %" for number in inside),
         ))  # fmt: skip
-    heads = ["machine", "GPUs", "weights", "engine", "rows at a time"][:of]
-    return markdown([*heads, "rows", "median", "10th", "90th percentile", "inside their range"], lines)
+    heads = [("machine", "GPUs", "weights", "engine", "rows at a time")[field] for field in fields]
+    held = ["inside 80 % of the others"] * is_held
+    return markdown([*heads, "rows", "median", "10th", "90th percentile", "inside their range", *held], lines)
 
 
 def page(file: Path) -> str:
@@ -121,15 +152,25 @@ def page(file: Path) -> str:
     with file.open(newline="", encoding="utf-8") as stream:
         listed = [*csv.DictReader(stream)]
     reasons = Counter(filter(None, map(why_left_out, listed)))
-    planned = [row for row in listed if why_left_out(row) is None]
-    rows = [*map(served, planned)]
-    large = [one for one, row in zip(rows, planned, strict=True) if MODELS[row["model"]] == "llama3_70B"]
+    planned = [served(row) for row in listed if why_left_out(row) is None]
+    rows = [row for row in planned if not row.is_queued]
+    reasons["rows whose requests waited for memory"] = len(planned) - len(rows)
+    large = [row for row in rows if row.model == "llama3_70B"]
     left_out = fill("Left out: " + "; ".join(f"{number} of {reason}" for reason, number in reasons.most_common()), 120)
     inside = sum(row.is_inside for row in rows) / len(rows)
+    waited = defaultdict(list)
+    for row in rows:
+        if row.names[-1] == LAST:
+            waited[row.names[3]].append(row.waited)
+    shares = ", ".join(f"{statistics.median(found):.2f} with {engine}" for engine, found in sorted(waited.items()))
+    fp8 = [row for row in listed if why_left_out(row) is None and row["weights"] == "fp8"]
+    here = statistics.median(served(row, as_run_here=True).ratio for row in fp8)
     return page_of(
-        "served", number=len(rows), of=len(listed), left_out=left_out, inside=f"{100 * inside:.0f}",
+        "served", number=len(rows), of=len(listed), left_out=left_out, inside=f"{100 * inside:.0f}", waited=shares,
+        here=f"{here:.2f}",
         median=f"{100 * (math.exp(statistics.median(abs(math.log(row.ratio)) for row in rows)) - 1):.0f} %",
-        groups=table(rows, of=2), large=table(large, of=3), engines=table(rows, of=4), cells=table(rows, of=5),
+        held=table(rows, 0, 2, 3, is_held=True), groups=table(rows, 0, 1), large=table(large, 0, 1, 2),
+        engines=table(rows, 0, 1, 2, 3), cells=table(rows, 0, 1, 2, 3, 4),
     )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ Shapes: B sequences, T positions, M = B * T tokens, S slots, U slots that are re
 width of a kept key or value.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -129,6 +129,37 @@ class StaticCache(Workspace):
                 own[:, :, :, : other.num_slots].copy_(whole)
                 other._wholes[number] = None
 
+    def make_buffers(self, layers: Collection[int], device: torch.device, *, num_heads: int, head_dim: int) -> None:
+        """Make the buffers of some layers before keys arrive, unless they are there; other layers get no slot."""
+        for number, whole in enumerate(self._wholes):
+            if whole is None:
+                num_slots = None if number in layers else 0
+                self._zeros(number, device, num_heads=num_heads, width=self._kept.width(head_dim), num_slots=num_slots)
+
+    def take_slots(self, other: "StaticCache", from_BC: Tensor, layers: Collection[int]) -> None:
+        """Copy some slots of each row of another cache to the first ones of the same row here."""
+        for number, held in zip(layers, other.slots(from_BC, layers), strict=True):
+            own = self._wholes[number]
+            assert own is not None, "`make_buffers` comes first"
+            own[:, :, :, : from_BC.shape[1]].copy_(held.view(*own.shape[:3], from_BC.shape[1], -1))
+
+    def slots(self, slots_BT: Tensor, layers: Collection[int]) -> list[Tensor]:
+        """What some slots of each row hold, (2 N, B * T, W) of each of these layers."""
+        slots_M = (self._first_slot_B1 + slots_BT).flatten()
+        return [parts.index_select(1, slots_M.to(parts.device)) for parts in self._parts_of(layers)]
+
+    def put_slots(self, slots_BT: Tensor, layers: Collection[int], held: Sequence[Tensor]) -> None:
+        """Put back what `slots` has returned."""
+        slots_M = (self._first_slot_B1 + slots_BT).flatten()
+        for parts, held_2NMW in zip(self._parts_of(layers), held, strict=True):
+            parts.index_copy_(1, slots_M.to(parts.device), held_2NMW)
+
+    def _parts_of(self, layers: Collection[int]) -> Iterator[Tensor]:
+        for number in layers:
+            whole = self._wholes[number]
+            assert whole is not None, "a forward, or `make_buffers`, comes first"
+            yield whole.flatten(2, 3).flatten(0, 1)
+
     def buffers(self, bucket: int, *, in_rows: bool = False) -> "BufferOf":
         """The function from a layer's number, and a source of its new keys and values (M, 2 N, D), to its buffer."""
         bucket = self.num_slots if self._reads_by_length and not in_rows else bucket
@@ -157,9 +188,11 @@ class StaticCache(Workspace):
             return LayerBuffer(parts, *whole.flatten(2, 3).transpose(1, 2).unbind())
         return LayerBuffer(parts, *whole[:, :, :, :bucket].transpose(1, 2).unbind())
 
-    def _zeros(self, number: int, device: torch.device, *, num_heads: int, width: int) -> Tensor:
-        """Make a layer's buffer."""
-        sizes = 2, num_heads, self.num_rows, self.num_slots, width
+    def _zeros(
+        self, number: int, device: torch.device, *, num_heads: int, width: int, num_slots: int | None = None
+    ) -> Tensor:
+        """Make a layer's buffer, of all slots if not of other ones."""
+        sizes = 2, num_heads, self.num_rows, self.num_slots if num_slots is None else num_slots, width
         # A tensor made in inference mode could not be written outside of it.
         with torch.inference_mode(mode=False):
             whole = torch.zeros(sizes, dtype=self._kept.stored_dtype, device=device)
@@ -406,6 +439,19 @@ class CachedRunner:
             self._cache.take(before)
         if self.uses_masks:
             self._masks = Masks(self._windows, capacity=capacity, dtype=self.dtype, device=self.device)
+
+    @property
+    def cache(self) -> StaticCache:
+        """The cache, once it is allocated."""
+        assert self._cache is not None, "allocate comes first"
+        return self._cache
+
+    def new_cache(self, *, num_slots: int) -> StaticCache:
+        """Another cache of as many rows."""
+        return StaticCache(
+            num_layers=len(self._slot_layers), batch_size=self.cache.num_rows, capacity=num_slots, device=self.device,
+            kept=self._kept, reads_by_length=self.reads_by_length,
+        )  # fmt: skip
 
     def agree(self, comm: Comm) -> None:
         """See `Runner.agree`."""

@@ -15,7 +15,7 @@ from transformers import PretrainedConfig
 from llama_ssp import operators
 from llama_ssp.architectures.family import kept_whole, record_of
 from llama_ssp.architectures.matrices import RankShard, WholeParts, check_inputs, split_model
-from llama_ssp.errors import ConfigError
+from llama_ssp.errors import CheckpointError, ConfigError
 from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.models.llama.table import match_lean
 from llama_ssp.models.runner import Runner
@@ -92,7 +92,13 @@ def check_model(
         model, matched = match_modules(origin, num_ranks=num_ranks, whole=whole)
         ignored = model._keys_to_ignore_on_load_unexpected or ()
     kept = matched.check_packed(quantization)
-    if names := matched.unread(ignored):
+    names = matched.unread(ignored)
+    if names and origin.shape.is_head:
+        raise CheckpointError(
+            f"{origin.folder} holds tensors that no part of this head takes ({summary(names)}): it is of another kind "
+            "than its config.json says, so copy or download both again"
+        )
+    if names:
         _log.warning("%s holds tensors that no module takes, which are not read: %s", origin.folder, summary(names))
     packed, storage = next(filter(PACKED, origin.tensors.values()), None), format_of(quantization)
     group = (packed and packed.group) or storage.packing.least_group

@@ -138,7 +138,9 @@ def remarks(spec: PlanSpec, acceptance: Acceptance | None, best_ks: tuple[int, i
     if best_ks and best_ks[0] < best_ks[1]:
         finding = "speculation.num_draft_tokens=auto"
         said = [f"the best K is {best_ks[0]} to {best_ks[1]}{f', which {finding} finds' * accepted(finding)}"]
-    for task in task_specs().values():
+    if spec.free_terms.layers:
+        said.append("a run measures it, and speculation.acceptance= takes what it prints")
+    for task in () if spec.free_terms.layers else task_specs().values():
         if task.stores_acceptance and LOCAL in (spec.target.name, draft):  # names of any folder, which store no pair
             said.append(f"measure the pair once with task={task.name}: speculation.acceptance= takes what it prints")
         elif task.stores_acceptance:

@@ -201,6 +201,8 @@ def _rank_memory(spec: PlanSpec, hardware: HardwareConfig, rank: int, target: _P
     num_slots = spec.batch_size * spec.num_slots
     both = (spec.target, target), (spec.draft, draft)
     held = [(model, part) for model, part in both if model and part is not _NOTHING]
+    terms = spec.free_terms
+    own_slots = terms.copied_slots and terms.copied_slots + spec.round_positions
     taps_bytes = num_slots * spec.tap_bytes  # where a head reads them, or they are sent from
     uniforms = 3 * spec.num_draft_tokens * spec.drafts + 4
     # All that the rows can need, in fp64, twice while all rows are admitted at once.
@@ -211,7 +213,8 @@ def _rank_memory(spec: PlanSpec, hardware: HardwareConfig, rank: int, target: _P
         "target_cache_bytes": target.cache_bytes(num_slots, spec.batch_size),
         "draft_cache_bytes": draft.cache_bytes(spec.draft_rows * spec.draft_slots, spec.draft_rows)
         + taps_bytes * (rank in spec.draft_ranks or spec.sends_taps)
-        + spec.free_terms.held_bytes,
+        + terms.held_bytes
+        + target.cache_bytes(spec.batch_size * own_slots, 0) * terms.layers // spec.num_target_layers,
         "logits_bytes": _logits_bytes(spec, rank) + uniforms_bytes,
         "activations_bytes": max(_activation_bytes(spec, hardware, model, part) for model, part in held),
     }

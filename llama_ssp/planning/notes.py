@@ -25,7 +25,7 @@ def notes_on_families(*models: PlannedModel | ModelConfig) -> Iterator[str]:
             yield f"a run compares {model.shape.model_type} models with transformers before it begins"
         if model.shape and not (model.shape.modules or record_of(model.shape.model_type).is_written):
             yield (
-                f"{model.name} is planned as a Llama of its sizes, so bytes and times are estimates: others were 0.8 "
+                f"{model.label} is planned as a Llama of its sizes, so bytes and times are estimates: others were 0.8 "
                 "to 1.4 times the bytes of the model"
             )
 
@@ -35,7 +35,7 @@ def notes_on_states(spec: PlanSpec) -> Iterator[str]:
     for model, num_kept in zip((spec.target, spec.draft), spec.kept_states, strict=True):
         if model and (states := inventory(model.shape).states):
             yield (
-                f"{sum(kept.num_layers for kept in states)} of {model.shape.num_hidden_layers} layers of {model.name} "
+                f"{sum(kept.num_layers for kept in states)} of {model.shape.num_hidden_layers} layers of {model.label} "
                 f"keep states: those behind the last {num_kept[0]} tokens of a row, to which rejected drafts go back,"
                 f"{' and one that later prompts go on from,' * len(num_kept[1:])} take "
                 f"{model.state_bytes(*num_kept) / 2**20:.2f} MiB at any length"
@@ -63,11 +63,11 @@ def refusals(spec: PlanSpec) -> Iterator[str]:
     """Say which models runs refuse, by their family or as their files are quantized."""
     for model in filter(None, (spec.target, spec.draft)):
         if model.shape.refusal:
-            yield f"runs refuse {model.name}: {model.shape.refusal}"
+            yield f"runs refuse {model.label}: {model.shape.refusal}"
         if (stored := model.stored_format) is None:
             continue
         try:
-            stored.kept_format(model.quantization, where=model.name)
+            stored.kept_format(model.quantization, where=model.label)
         except CheckpointError as error:
             yield f"runs refuse this model, whose matrices are counted as {model.weights_name}: {error}"
         except ConfigError as error:
@@ -87,10 +87,15 @@ def notes_on_formats(spec: PlanSpec, hardware: HardwareConfig, timed: Timing) ->
         )
 
 
-def notes_on_machine(
-    spec: PlanSpec, hardware: HardwareConfig, heads: tuple[int, ...], fullest: RankMemoryPlan
-) -> Iterator[str]:
-    """Say how tight it is, how the target is placed, and what of a machine or a round is not as usual."""
+def notes_on_heads(spec: PlanSpec, heads: tuple[int, ...], fullest: RankMemoryPlan) -> Iterator[str]:
+    """Say how heads are shared if not evenly."""
+    if len(set(heads)) > 1:
+        num_heads, shares = spec.target.shape.num_attention_heads, " ".join(map(str, heads))
+        yield f"{num_heads} heads over {len(heads)} ranks: {shares}; rank {fullest.rank} needs most"
+
+
+def notes_on_machine(spec: PlanSpec, hardware: HardwareConfig, fullest: RankMemoryPlan) -> Iterator[str]:
+    """Say how tight it is, and what of a machine or a round is not as usual."""
     if fullest.is_tight:
         share = 100 * fullest.free_bytes / fullest.capacity_bytes
         yield f"a tight fit: {share:.1f} % of the memory of rank {fullest.rank} is left, and some items are estimates"
@@ -107,9 +112,6 @@ def notes_on_machine(
             f"rounds with unquantized experts may not be captured as CUDA graphs: launched from Python, a token takes "
             f"{rounded(1e3 * launched_s)} ms"
         )
-    if len(set(heads)) > 1:
-        num_heads, shares = spec.target.shape.num_attention_heads, " ".join(map(str, heads))
-        yield f"{num_heads} heads over {len(heads)} ranks: {shares}; rank {fullest.rank} needs most"
 
 
 def slower_overlapped(spec: PlanSpec, hardware: HardwareConfig, timed: Timing) -> Iterator[str]:

@@ -23,6 +23,7 @@ from llama_ssp.planning.notes import (
     notes_on_contexts,
     notes_on_families,
     notes_on_formats,
+    notes_on_heads,
     notes_on_machine,
     notes_on_states,
     refusals,
@@ -47,6 +48,7 @@ class Plan:
         refusals: why runs refuse the models, if they do.
         warnings: choices that cost more than they gain.
         notes: facts that the figures do not show.
+        details: those of the notes that decide little.
         changes: changes that would make it fit, the best first; empty if it fits, None if nobody has tried any.
         whole_run: the time of a run whose prompts are known, in a sentence.
     """
@@ -61,6 +63,7 @@ class Plan:
     refusals: tuple[str, ...]
     warnings: tuple[str, ...]
     notes: tuple[str, ...]
+    details: tuple[str, ...]
     changes: tuple[ChangeOfPlan, ...] | None
     whole_run: str | None = None
 
@@ -96,6 +99,8 @@ def make_plan(spec: PlanSpec, hardware: HardwareConfig, *, remark: str | None = 
     ranks, timed = memory(spec, hardware), timing(spec, hardware)
     fullest = min(ranks, key=lambda rank: rank.free_bytes)
     heads = tuple(rank.target_heads for rank in ranks if rank.rank in spec.target_devices)  # of the first replica
+    sums = tuple(_notes_on_sums(spec, hardware))
+    details = *notes_on_heads(spec, heads, fullest), *sums[:1]
     return Plan(
         spec=spec,
         hardware=hardware,
@@ -114,14 +119,16 @@ def make_plan(spec: PlanSpec, hardware: HardwareConfig, *, remark: str | None = 
                     *notes_on_formats(spec, hardware, timed),
                     *notes_on_states(spec),
                     *notes_on_contexts(spec),
-                    *notes_on_machine(spec, hardware, heads, fullest),
+                    *notes_on_machine(spec, hardware, fullest),
+                    *notes_on_heads(spec, heads, fullest),
                     *_notes_on_scoring(spec, hardware),
-                    *_notes_on_sums(spec, hardware),
+                    *sums,
                     *advised("notes", spec, hardware, timed),
                     *remarks(spec, timed.acceptance, timed.best_num_draft_tokens_range),
                 )
             )
         ),
+        details=details,
         changes=() if fullest.fits else changes_of(spec, hardware),
     )
 

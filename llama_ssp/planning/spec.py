@@ -161,7 +161,7 @@ class PlanSpec:
     @cached_property
     def draws_over_shards(self) -> tuple[bool, bool]:
         """See the function."""
-        gathers = self.backend.by_library or self.truncates or self.takes_best
+        gathers = self.backend.by_library or self.truncates or self.takes_best or self.free_terms.layers
         if gathers or self.tree or self.overlap:
             return False, False
         draft = None if self.has_head or self.vocabulary is not SAME else self.draft
@@ -176,6 +176,11 @@ class PlanSpec:
         if not (self.free_settings and self.drafts and (self.free_draft or self.adapts)):
             return DraftTerms()
         return drafter_of(self.free_settings).terms(self.free_settings, self)
+
+    @property
+    def num_target_layers(self) -> int:
+        """Layers of the target."""
+        return self.target.shape.num_hidden_layers
 
     @property
     def num_rows(self) -> int:

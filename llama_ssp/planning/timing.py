@@ -126,6 +126,10 @@ class CostModel:
         of_draft = partial(place, ranks=ranks, whole=spec.draft_whole)
         draws = best if spec.draft_finds_best else over if over_draft else None
         self.draft = of_draft(model=spec.draft, draws=draws) if spec.draft else None
+        self.own_part = None
+        if layers := spec.free_terms.layers:
+            shape = replace(spec.target.shape, num_hidden_layers=layers)
+            self.own_part = replace(self.target, model=replace(spec.target, shape=shape), draws=None)
         self._middle = spec.prompt_tokens + spec.max_new_tokens // 2
         self._bucket = bucket_of(self._middle + spec.round_positions, spec.num_slots, hardware)
         # Of a text in its own tokens the host knows only a bound of the length.
@@ -157,6 +161,8 @@ class CostModel:
         if self.draft and num_draft_tokens:
             drafting = self.spec.first_draft_positions, *self.spec.later_draft_forwards(num_draft_tokens)
             forwards += [(self.draft, number) for number in drafting]
+        if self.own_part and num_draft_tokens:
+            forwards += [(self.own_part, 1)] * num_draft_tokens
         sent = [(1, message.num_bytes) for message in round_messages(self.spec, num_draft_tokens).values()]
         for placement, number in forwards:
             rows = self._rows_of(placement)
@@ -234,7 +240,7 @@ class CostModel:
 
     def drafting_s(self, num_draft_tokens: int) -> float:
         """All draft steps of a round, or a free draft's; the first finds the caches as the target has left them."""
-        free_s = self._kernels_s(self.spec.free_terms.num_kernels, 0, 0) if num_draft_tokens else 0.0
+        free_s = self._free_s(num_draft_tokens) if num_draft_tokens else 0.0
         if not (self.draft and num_draft_tokens):
             return free_s
         first_s, later_s = self._draft_steps_s
@@ -244,6 +250,20 @@ class CostModel:
             num_draws = sum(tree.read) if self.spec.is_certain else num_draft_tokens - 1
             return first_s + forwards_s + num_draws * self.draw_s(self.draft)
         return first_s + (num_draft_tokens - 1) * later_s + free_s
+
+    def _free_s(self, num_draft_tokens: int) -> float:
+        """The work of a draft without a model; see `DraftTerms`."""
+        terms, spec = self.spec.free_terms, self.spec
+        kernels_s = self._kernels_s(terms.num_kernels, 0, 0)
+        if self.own_part is None:
+            return kernels_s
+        step = forward_time(
+            self.own_part, self.hardware, batch_size=spec.batch_size, num_positions=1, num_scored=1,
+            bucket=terms.seen_slots or self._bucket,
+        )  # fmt: skip
+        copied_bytes = spec.batch_size * terms.copied_slots * self.own_part.model.slot_bytes(self.target.most_heads[1])
+        copied_s = 2 * copied_bytes / self.hardware.read_bytes_per_s
+        return kernels_s + copied_s + num_draft_tokens * (step.total_s + self.draw_s(self.target))
 
     @cached_property
     def _draft_steps_s(self) -> tuple[float, float]:

@@ -1,12 +1,11 @@
-"""Prints plans, and plans of several machines, with rich.
+"""Prints plans, and plans of several machines, with rich: in a screen, or in full.
 
 Ranks with equal figures share a column. Bytes are shown in GiB (in MiB if all are small), times in ms.
 """
 
 import math
 import os
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 
 from rich import box
@@ -21,7 +20,7 @@ from llama_ssp.planning.spec import PlanSpec
 from llama_ssp.settings.drafters import DRAFTERS
 from llama_ssp.settings.schema import ADAPTIVE
 from llama_ssp.storage.formats import NO_QUANTIZATION, formats
-from llama_ssp.words import rounded, visible
+from llama_ssp.words import counted, rounded, visible
 
 MIB = 2**20
 SMALL_BYTES = 4 * GIB
@@ -40,7 +39,11 @@ ITEMS = {
 }
 SUMS = {"peak while loading": "loading_peak_bytes", "capacity": "capacity_bytes", "free": "free_bytes"}
 _UNLIMITED = 10**4
+_WIDE = 72
+"""Columns in which the heads of the times stand in one line."""
 LEAST_SHOWN_MS = 0.005
+SMALL_SHARE = 0.05
+"""Of what the fullest rank needs: smaller items are one row, but for weights."""
 
 
 class StandardOutput(Console):
@@ -70,16 +73,21 @@ def short_name(quantization: str) -> str:
     return (storage and storage.short_name) or quantization
 
 
-def show(content: Plan | list[Plan], console: Console | None = None) -> None:
-    """Print a plan, or the plans of several machines, on a console or on standard output."""
+def show(content: Plan | list[Plan], console: Console | None = None, *, is_full: bool = False) -> None:
+    """Print a plan, or the plans of several machines, on a console or on standard output.
+
+    In full, a plan has all items of memory, the parts of a step and all notes, and so has each of several.
+    """
     console = console or StandardOutput()
     if isinstance(content, Plan):
-        _print_plan(content, console)
-    else:
-        _print_machines(content, console)
+        _print_plan(content, console, is_full=is_full)
+        return
+    _print_machines(content, console, is_full=is_full)
+    for plan in content if is_full else ():
+        _print_plan(plan, console, is_full=True)
 
 
-def _print_plan(plan: Plan, console: Console) -> None:
+def _print_plan(plan: Plan, console: Console, *, is_full: bool) -> None:
     first, *others = map(literal, [*plan.refusals, verdict(plan)])
     console.print(f"\n[bold]{first}[/bold]")
     for line in others:
@@ -87,14 +95,19 @@ def _print_plan(plan: Plan, console: Console) -> None:
     console.print(literal(headline(plan)))
     if plan.whole_run:
         console.print(literal(plan.whole_run))
-    for part in (*_memory_table(plan), *_time_table(plan)):
-        console.print(part)
-    for line in (*_times_of_parts(plan), *_basis(plan)):
+    for part in (*_memory_table(plan, console, is_full=is_full), *_time_table(plan, console.width)):
+        if part:
+            console.print(part)
+    for line in (*(_parts_of_step(plan) if is_full else ()), *_parts_of_round(plan), *_basis(plan)):
         console.print(literal(line))
     for warning in plan.warnings:
         console.print(f"[yellow]warning:[/yellow] {literal(warning)}")
     for note in plan.notes:
-        console.print(f"[cyan]note:[/cyan] {literal(note)}")
+        if is_full or note not in plan.details:
+            console.print(f"[cyan]note:[/cyan] {literal(note)}")
+    if not is_full:
+        sums = ", the sums over ranks" * (len(plan.ranks) > 1)
+        console.print(f"[dim]format=full has every item of memory, the parts of a step{sums}[/dim]")
 
 
 def verdict(plan: Plan) -> str:
@@ -145,27 +158,77 @@ def _named(model: PlannedModel, device: str) -> str:
     return f"{model.label} {model.dtype.name}{' with 16-bit weights' if is_mixed else ''}"
 
 
-def _memory_table(plan: Plan) -> tuple[str, Table]:
-    """A title, which is a line of its own so that a narrow table does not break it, and the table."""
+def _memory_table(plan: Plan, console: Console, *, is_full: bool) -> tuple[str, Table]:
+    """A title, which is a line of its own so that a narrow table does not break it, and the table.
+
+    Where every line counts, the first head takes the title's place, unless there are replicas. Of more kinds of ranks
+    than the console has room for, those that need most are shown, and the title says so.
+    """
     num_replicas = plan.spec.num_replicas
-    groups = _groups(plan.ranks[: len(plan.ranks) // num_replicas])
-    ranks = [rank for _, rank in groups]
+    ranks = plan.ranks[: len(plan.ranks) // num_replicas]
     unit, name = (MIB, "MiB") if max(rank.needed_bytes for rank in ranks) < SMALL_BYTES else (GIB, "GiB")
     replicas = f", the same in each of {num_replicas} replicas" if num_replicas > 1 else ""
+    rows = _rows(ranks, unit, is_full=is_full)
+    columns: dict[tuple[str, ...], list[RankMemoryPlan]] = {}
+    for place, rank in enumerate(ranks):
+        columns.setdefault(tuple(cells[place] for _, cells in rows), []).append(rank)
+    by_need = sorted(columns, key=lambda cells: -columns[cells][0].needed_bytes)
+    for number in range(len(columns), 0, -1):
+        shown = {cells: ranks for cells, ranks in columns.items() if cells in by_need[:number]}
+        fullest = f", the fullest {counted(number, 'kind')} of {len(columns)}" * (number < len(columns))
+        title = f"Memory per rank, {name}{replicas}{fullest}" if is_full or replicas or fullest else ""
+        table = _columns(shown, [label for label, _ in rows], "" if title else f"{name} per rank", has_heads=is_full)
+        if table.__rich_measure__(console, console.options.update(width=_UNLIMITED)).maximum <= console.width:
+            break
+    return title, table
+
+
+def _columns(
+    columns: Mapping[tuple[str, ...], Sequence[RankMemoryPlan]], labels: Sequence[str], head: str, *, has_heads: bool
+) -> Table:
     table = _narrow()
-    table.add_column("", no_wrap=True, min_width=max(map(len, ITEMS)))
-    for group, rank in groups:
-        heads = f"\n{rank.target_heads} heads" if rank.target_heads else ""
-        table.add_column(f"{group}{heads}", justify="right", no_wrap=True)
-    for label, item in ITEMS.items():
-        if any(sizes := [getattr(rank, item) for rank in ranks]):
-            table.add_row(label, *(amount(size, unit) for size in sizes))
-    table.add_row("total", *(f"[bold]{amount(rank.total_bytes, unit)}[/bold]" for rank in ranks))
-    for label, item in SUMS.items():
-        table.add_row(label, *(amount(getattr(rank, item), unit) for rank in ranks))
+    table.add_column(head, no_wrap=True, min_width=max(map(len, ITEMS)))
+    for members in columns.values():
+        heads = {member.target_heads for member in members} if has_heads else set()
+        shared = f"\n{'-'.join(map(str, sorted(heads)))} heads" if any(heads) else ""
+        table.add_column(f"{_named_ranks([one.rank for one in members])}{shared}", justify="right", no_wrap=True)
+    for number, label in enumerate(labels):
+        table.add_row(label, *(column[number] for column in columns))
+    return table
+
+
+def _rows(ranks: Sequence[RankMemoryPlan], unit: int, *, is_full: bool) -> list[tuple[str, list[str]]]:
+    """Labels and cells of the table of memory, of each rank."""
+    rows = [(label, [amount(size, unit) for size in sizes]) for label, sizes in _items(ranks, is_full=is_full)]
+    rows.append(("total", [f"[bold]{amount(rank.total_bytes, unit)}[/bold]" for rank in ranks]))
+    sums = SUMS
+    if not is_full:  # every rank has the same capacity
+        peak = {"peak while loading": SUMS["peak while loading"]}
+        sums = peak if any(rank.needed_bytes > rank.total_bytes for rank in ranks) else {}
+        sums = sums | {f"free of {amount(ranks[0].capacity_bytes, unit)}": SUMS["free"]}
+    rows += [(label, [amount(getattr(rank, item), unit) for rank in ranks]) for label, item in sums.items()]
     if not all(rank.fits and not rank.is_tight for rank in ranks):
-        table.add_row("verdict", *(_VERDICTS[rank.fits, rank.is_tight] for rank in ranks))
-    return f"Memory per rank, {name}{replicas}", table
+        rows.append(("verdict", [_VERDICTS[rank.fits, rank.is_tight] for rank in ranks]))
+    return rows
+
+
+def _named_ranks(ranks: Sequence[int]) -> str:
+    """A name such as "rank 0", "ranks 1-7", or, of ranks that are no neighbours, "8 like rank 1"."""
+    first, last = ranks[0], ranks[-1]
+    if first == last:
+        return f"rank {first}"
+    return f"ranks {first}-{last}" if len(ranks) == last - first + 1 else f"{len(ranks)} like rank {first}"
+
+
+def _items(ranks: Sequence[RankMemoryPlan], *, is_full: bool) -> Iterator[tuple[str, list[int]]]:
+    """Items with their bytes on each rank; those that are small on all of them are one, unless in full."""
+    sizes = {label: [getattr(rank, item) for rank in ranks] for label, item in ITEMS.items()}
+    least = 0 if is_full else SMALL_SHARE * max(rank.total_bytes for rank in ranks)
+    large = [label for label in sizes if any(sizes[label]) and (max(sizes[label]) >= least or "weights" in label)]
+    small = [sizes[label] for label in sizes if label not in large]
+    yield from ((label, sizes[label]) for label in large)
+    if any(map(any, small)):
+        yield "other items", [*map(sum, zip(*small, strict=True))]
 
 
 _VERDICTS = {
@@ -182,23 +245,15 @@ def amount(num_bytes: int, unit: int) -> str:
     return "<0.01" if 0 < num_bytes < unit / 200 else f"{num_bytes / unit:.2f}"
 
 
-def _groups(ranks: Sequence[RankMemoryPlan]) -> list[tuple[str, RankMemoryPlan]]:
-    """Group neighbouring ranks with equal figures, under names such as "rank 0" and "ranks 1-7"."""
-    groups = []
-    for rank, members in groupby(ranks, key=lambda rank: replace(rank, rank=0)):
-        first, *others = (member.rank for member in members)
-        groups.append((f"ranks {first}-{others[-1]}" if others else f"rank {first}", rank))
-    return groups
-
-
-def _time_table(plan: Plan) -> tuple[str, Table]:
+def _time_table(plan: Plan, width: int) -> tuple[str, Table]:
     timed, rows, num_replicas = plan.timing, plan.spec.batch_size, plan.spec.num_replicas
     over = f"{'one row' if rows == 1 else f'{rows} rows'}{f' of each of {num_replicas} replicas' * (num_replicas > 1)}"
     title = f"Time after the first token; tokens/s over {over}, then with prompts"
     table = _narrow()
-    names = "", "ms/token", "first\ntoken", "tokens/s", "with\nprompts"
-    for name in (*names, "forecast\nspeed-up") if plan.spec.drafts else names:
-        table.add_column(name, justify="right" if name else "left", no_wrap=True)
+    names = "", "ms/token", "first token", "tokens/s", "with prompts"
+    for name in (*names, "forecast speed-up") if plan.spec.drafts else names:
+        head = name if width >= _WIDE else name.replace(" ", "\n")
+        table.add_column(head, justify="right" if name else "left", no_wrap=True)
     colour = "green" if timed.gains else "red"
     gain = "" if timed.speedup is None else f"[{colour}]{timed.speedup:.2f}x[/{colour}]"
     plain = "plain", timed.plain_s, timed.plain_prefill_s, timed.plain_run_s, "[dim]-[/dim]"
@@ -215,13 +270,17 @@ def _narrow() -> Table:
     return Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), pad_edge=False)
 
 
-def _times_of_parts(plan: Plan) -> Iterator[str]:
-    """Parts of a plain step and of a round, in lines: a terminal of 80 columns has no room next to the table."""
-    timed, tree = plan.timing, plan.spec.tree
+def _parts_of_step(plan: Plan) -> Iterator[str]:
+    """Parts of a plain step in a line: a terminal of 80 columns has no room next to the table."""
+    timed = plan.timing
     ms = {name.removesuffix("_s"): 1e3 * seconds for name, seconds in vars(timed.target_forward).items()}
     ms["draw"] = 1e3 * (timed.plain_s - timed.target_forward.total_s)
     if parts := [f"{name} {one:.2f}" for name, one in ms.items() if one >= LEAST_SHOWN_MS]:
         yield f"plain step, ms: {', '.join(parts)}"
+
+
+def _parts_of_round(plan: Plan) -> Iterator[str]:
+    timed, tree = plan.timing, plan.spec.tree
     if timed.round_s and timed.verify_s and timed.num_draft_tokens:
         drafting_ms = timed.overlap["draft_ms"] if timed.overlap else 1e3 * (timed.round_s - timed.verify_s)
         steps = f"{timed.num_draft_tokens} x {drafting_ms / timed.num_draft_tokens:.2f} draft"
@@ -256,9 +315,11 @@ def _basis(plan: Plan) -> Iterator[str]:
         yield f"drafting overlaps verification: {', '.join(idle)}, {dropped}"
 
 
-def _print_machines(plans: Sequence[Plan], console: Console) -> None:
+def _print_machines(plans: Sequence[Plan], console: Console, *, is_full: bool) -> None:
     """Print a row for the plan of each machine, in the order given."""
-    names = ["machine", "ranks", "GiB\nof", "capacity", "plain", "speculative", "first\ntoken", "tokens/s"]
+    drafts = plans[0].spec.drafts
+    modes = ["plain", *["speculative"] * drafts]
+    names = ["machine", "ranks", "GiB\nof", "capacity", *modes, "first\ntoken", "tokens/s"]
     has_price = any(plan.usd_per_million_tokens is not None for plan in plans)
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=0, pad_edge=False)
     for name in [*names, *["USD/M\ntokens"] * has_price]:
@@ -272,7 +333,8 @@ def _print_machines(plans: Sequence[Plan], console: Console) -> None:
     console.print(table)
     for rests_on, group in groupby(sorted(plans, key=lambda plan: plan.basis), key=lambda plan: plan.basis):
         console.print(literal(f"{', '.join(plan.hardware.name for plan in group)}: {rests_on}"))
-    console.print("hardware= with one of them prints its plan, with ranges, warnings and notes")
+    if not is_full:
+        console.print("hardware= with one of them prints its plan, with ranges, warnings and notes")
 
 
 def _machine_cells(plan: Plan) -> Iterator[str]:
@@ -284,7 +346,8 @@ def _machine_cells(plan: Plan) -> Iterator[str]:
         yield "[red]does not fit[/red]"
         return
     yield f"{1e3 * timed.plain_s:.2f}"
-    yield "" if timed.speculative_s is None else f"{1e3 * timed.speculative_s:.2f}"
+    if plan.spec.drafts:
+        yield "" if timed.speculative_s is None else f"{1e3 * timed.speculative_s:.2f}"
     yield f"{1e3 * (timed.prefill_s if timed.gains else timed.plain_prefill_s):.0f}"
     yield f"{plan.spec.num_rows / timed.best_run_s:.0f}"
     if usd is not None:

@@ -220,11 +220,22 @@ class ResultFigures(NamedTuple):
     forecast: Mapping[str, float]
 
 
+class PointOverK(NamedTuple):
+    """A result in a figure over K: its panel, its line there, K, and a value with the ends of its interval."""
+
+    panel: str
+    line: str
+    num_draft_tokens: int
+    value: float
+    low: float
+    high: float
+
+
 class Result(Protocol):
     """A line of what a task measures beyond completions (`TaskSpec.results`): a dataclass of simple types.
 
     `Line` reads and writes it. `file` and `noun`, of the class, are its file in the run folder, and what one is called;
-    `key` identifies it when a run is resumed.
+    `key` identifies it when a run is resumed. A result with a `point` is drawn by `llama-ssp report figure=FILE`.
     """
 
     file: ClassVar[str]

@@ -43,11 +43,12 @@ def in_template(
     *,
     goes_on: bool = False,
     arguments: Mapping[str, Any] = NO_ARGUMENTS,
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> str:
     """Write messages in the tokenizer's chat template, up to where the assistant speaks.
 
     With `goes_on`, the last message stays open, for the assistant to continue it. `arguments` are the template's own,
-    such as `enable_thinking`.
+    such as `enable_thinking`; `tools` are in OpenAI's form.
 
     Raises:
         CheckpointError: the template is damaged, does not end, or writes too much.
@@ -60,7 +61,8 @@ def in_template(
     of_template = f"the chat template in {tokenizer.name_or_path}"
     damage = ""
     try:
-        source = tokenizer.get_chat_template()
+        given: Any = [*tools] or None
+        source = tokenizer.get_chat_template(tools=given)
         _check_arguments(arguments, source, tokenizer)
         if _has_power(source):
             damage = "computes a power"
@@ -68,7 +70,7 @@ def in_template(
             with _limited():
                 text = str(tokenizer.apply_chat_template(
                     list(messages), add_generation_prompt=not goes_on, continue_final_message=goes_on, tokenize=False,
-                    **arguments,
+                    tools=given, **arguments,
                 ))  # fmt: skip
             text.encode()
             damage = f"writes {len(text)} characters" if len(text) > MOST_CHARS else ""

@@ -242,6 +242,7 @@ def cuts_of(models: Models, config: RunConfig) -> tuple[bool, bool]:
         or sampling.by_row
         or config.speculation.tree
         or config.speculation.overlap
+        or drafter_of(config.draft).reads_target
     )
     if gathers or not models.sources:
         return False, False

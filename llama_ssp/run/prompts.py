@@ -28,9 +28,9 @@ _MOST_NAMED = 12
 """Most categories of a file that an error names."""
 EXCERPT = 40
 """Longest excerpt of a prompt in an error."""
-Message: TypeAlias = dict[str, str]
-"""One turn of a conversation: its `role`, its `content`, and what else of `MORE_FIELDS` it has."""
-MORE_FIELDS = ("name", "reasoning_content")
+Message: TypeAlias = dict[str, Any]
+"""One turn of a conversation: its `role`, its `content`, what else of `MORE_FIELDS` it has, and `tool_calls`."""
+MORE_FIELDS = ("name", "reasoning_content", "tool_call_id")
 """Fields of a message that its template may read."""
 _Record: TypeAlias = tuple[str, dict[str, Any] | str]
 """One entry of a file: its place, for messages, and its fields by name, or the text of a line or an entry."""
@@ -291,15 +291,19 @@ def _content_field(where: str, content: Mapping[str, Any]) -> str:
     return found[0]
 
 
-def read_messages(given: object, where: str) -> list[Message]:
+def read_messages(given: object, where: str, *, reads_calls: bool = False) -> list[Message]:
     """The messages of a chat, with the text parts of a content joined; empty if this is no chat.
 
-    Raises ConfigError that names what a message has besides text, `where` being the place of the chat.
+    With `reads_calls`, a message may have tool calls, and then no content. Raises ConfigError that names what a message
+    has besides, `where` being the place of the chat.
     """
     messages: list[Message] = []
     for number, message in enumerate(given if isinstance(given, Sequence) and not isinstance(given, str) else ()):
         role, content = (message.get("role"), message.get("content")) if isinstance(message, Mapping) else (None, None)
-        others = ["tool calls"] if isinstance(message, Mapping) and message.get("tool_calls") else []
+        found = message.get("tool_calls") if isinstance(message, Mapping) else None
+        calls = {"tool_calls": found} if found else {}
+        others = ["tool calls"] if calls and not reads_calls else []
+        content = "" if content is None and calls and reads_calls else content
         if isinstance(content, Sequence) and not isinstance(content, str) and content:
             parts = [part if isinstance(part, Mapping) else {} for part in content]
             others += [str(part["type"]) for part in parts if part.get("type", "text") != "text"]
@@ -313,7 +317,7 @@ def read_messages(given: object, where: str) -> list[Message]:
         if not isinstance(role, str) or not isinstance(content, str):
             return []
         more = {name: message[name] for name in MORE_FIELDS if isinstance(message.get(name), str)}
-        messages.append({"role": role, "content": content} | more)
+        messages.append({"role": role, "content": content} | more | calls)
     return messages
 
 

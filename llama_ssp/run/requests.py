@@ -1,5 +1,6 @@
 """Makes the requests of a run from prompts: token ids as the model expects them, turns of conversations in order."""
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, groupby
@@ -164,8 +165,9 @@ def encode(text: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
 
 
 def encode_messages(
-    messages: list[Message], tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any] = NO_ARGUMENTS
-) -> tuple[int, ...]:
+    messages: list[Message], tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any] = NO_ARGUMENTS,
+    tools: Sequence[Mapping[str, Any]] = (),
+) -> tuple[int, ...]:  # fmt: skip
     """Encode messages in the chat template, up to where the assistant speaks; its own last message stays open.
 
     Raises as `encode` and `in_template`.
@@ -175,19 +177,22 @@ def encode_messages(
             f"messages, such as {messages[-1]['content'][:EXCERPT]!r}, need a tokenizer with a chat template: use a "
             "chat model, or give texts without roles"
         )
-    return _encode_in_template(messages, tokenizer, arguments)
+    return _encode_in_template(messages, tokenizer, arguments, tools)
 
 
 def _encode_in_template(
-    messages: list[Message], tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any]
-) -> tuple[int, ...]:
-    for text in chain.from_iterable(message.values() for message in messages):
-        _check_unicode(text)
+    messages: list[Message], tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any],
+    tools: Sequence[Mapping[str, Any]] = (),
+) -> tuple[int, ...]:  # fmt: skip
+    for entry in (*chain.from_iterable(message.values() for message in messages), *tools):
+        _check_unicode(entry if isinstance(entry, str) else json.dumps(entry, ensure_ascii=False))
     for name, value in arguments.items():
         for text in (name, value):
             if isinstance(text, str):
                 _check_unicode(text, f"chat_arguments.{name!r}")
-    text = in_template(messages, tokenizer, goes_on=messages[-1]["role"] == "assistant", arguments=arguments)
+    text = in_template(
+        messages, tokenizer, goes_on=messages[-1]["role"] == "assistant", arguments=arguments, tools=tools
+    )
     return _never_empty(tokenizer(text, add_special_tokens=False).input_ids, tokenizer)
 
 

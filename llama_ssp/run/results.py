@@ -92,9 +92,10 @@ def finalize(session: Session) -> None:
     summary = replace(summary, disturbed=disturbed or folder.disturbed_before(baseline))
     folder.write_summary(summary)
     terminal = session.terminal
-    terminal.results(summary, run_dir=folder.path, shows_table=bool(folder.lines) and task.shows_table)
+    shows_table = bool(folder.lines) and task.shows_table
+    terminal.results(summary, run_dir=folder.path, shows_table=shows_table)
     if slow:
-        terminal.say(slow)
+        (terminal.say_again if shows_table or summary.cells else terminal.say)(slow)
     if task.finalize:
         imported(task.finalize, setting=f"task={task.name}")(session)
     run = Run(name=folder.path.name, status="", summary=summary, lines=tuple(folder.lines))

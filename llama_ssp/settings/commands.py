@@ -16,6 +16,7 @@ class Command:
         order: where it stands there.
         run: `module:function` that takes the words after the name and returns the exit code; None for a run on ranks.
         task: of such a run, the task that the command is short for.
+        address: of such a run, the setting of an address, which then needs no name: http://HOST is a word of its own.
         example: a line on how to start it, in `--help`.
         of_sweeps: what it does with the folder of a sweep, for `--help` and the end of a sweep.
     """
@@ -26,6 +27,7 @@ class Command:
     order: int = 9
     run: str | None = None
     task: str | None = None
+    address: str | None = None
     example: str | None = None
     of_sweeps: str | None = None
 

@@ -27,16 +27,29 @@ class RoundSizes(Protocol):
         """Cache slots of a row."""
 
     @property
+    def num_target_layers(self) -> int:
+        """Layers of the target."""
+
+    @property
     def tree(self) -> TreeShape | None:
         """The tree of a round; None for chains."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DraftTerms:
-    """Terms of a plan on every rank for a draft without a model: kernels of a round, and bytes."""
+    """Terms of a plan on every rank for a draft without a model: kernels of a round, bytes, and steps of the target.
+
+    Attributes:
+        layers: of the target, with its output, that each drafted token passes; 0 for none.
+        seen_slots: of the cache that such a step reads of a row; None for all.
+        copied_slots: of a row that a round copies to a cache of the draft's own.
+    """
 
     num_kernels: int = 0
     held_bytes: int = 0
+    layers: int = 0
+    seen_slots: int | None = None
+    copied_slots: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +64,8 @@ class DrafterRecord:
     # `draft.model` is loaded on the ranks of `placement.draft`; without a model every rank drafts the same ids by
     # itself.
     has_model: bool = False
+    # without a model, it draws from a law, of the target's own weights; other such drafts are certain.
+    reads_target: bool = False
     has_trees: bool = False  # it drafts what `DrafterParts.tree` says.
     # `module:function` that reads what it needs besides the models, once, when they are loaded, from its settings and
     # the tokenizers of the target and of a draft model; `DrafterParts.prepared` has what it returns.
@@ -65,6 +80,11 @@ class DrafterRecord:
     alone: Callable[[Any], Any] = lambda draft: draft
     # without a model, arguments of transformers' `generate`, which then drafts K tokens as it does; None for none.
     of_library: Callable[[Any, int], dict[str, object]] | None = None
+
+    @property
+    def is_certain(self) -> bool:
+        """Whether what it drafts is a function of the text, without probabilities."""
+        return not (self.has_model or self.reads_target)
 
     @property
     def settings(self) -> type[Any]:
@@ -89,8 +109,8 @@ def of_kind(kind: str) -> DrafterConfig:
 
 
 def free_drafts() -> list[str]:
-    """The kinds of draft without a model."""
-    return [name for name, record in drafters().items() if record.make and not record.has_model]
+    """The kinds of draft that need neither a model nor the target's."""
+    return [name for name, record in drafters().items() if record.make and record.is_certain]
 
 
 def drafts(draft: DrafterConfig) -> bool:

@@ -385,6 +385,7 @@ class PlanFormat(Enum):
     """Output of `llama-ssp plan`."""
 
     table = "table"
+    full = "full"
     json = "json"
 
 
@@ -395,5 +396,7 @@ class PlanConfig(RunConfig):
     task: TaskConfig = field(default_factory=lambda: TaskConfig(name="generate"))
     prompt_tokens: int = setting(128, "length of the longest prompt.")
     format: PlanFormat = setting(
-        PlanFormat.table, "json prints the document that docs/reference/plan-document.md describes."
+        PlanFormat.table,
+        "full has every item of memory, the parts of a step, and all notes, machines or choices; json prints the "
+        "document that docs/reference/plan-document.md describes.",
     )

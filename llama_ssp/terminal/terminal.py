@@ -5,10 +5,11 @@ control the terminal. If standard output is no terminal, texts are written witho
 `run.opening` writes log files.
 """
 
+import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from io import StringIO, TextIOWrapper
 from pathlib import Path
 from typing import TypeAlias
@@ -191,6 +192,13 @@ class Terminal:
         if not self._out.is_terminal:  # a file has room for all columns
             self._out.width = _WIDEST  # the library takes a width from outside nowhere else
         self._out.print(tables.runs_table(table))
+
+    def say_again(self, sentence: str) -> None:
+        """Say what standard output has shown already, unless standard error goes to the same terminal or file."""
+        with suppress(OSError, ValueError):  # streams without a file
+            if os.path.sameopenfile(self._out.file.fileno(), self._err.file.fileno()):
+                return
+        self.say(sentence)
 
     def say(self, sentence: str) -> None:
         """Write a sentence to standard error: on a terminal wrapped between words, elsewhere as one line."""

@@ -93,7 +93,8 @@ class TapSource(WeightSource, Protocol):
 
     Attributes:
         target: the source of the model that it drafts for.
-        layers: those of the target whose inputs it reads; their number for the output behind the last one.
+        layers: those of the target whose inputs it reads; their number for the output behind the last one, after the
+            final norm, and one more for that before it.
         lean_runner, library_runner: `module:class` of the head as our decoder, and on the library's modules.
         ties: whether its output can be its embedding.
         first_norms: the names of norms that its first layer alone has.

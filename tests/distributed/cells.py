@@ -25,18 +25,19 @@ _SAMPLED = [
     slow((0,), (0,), SHARDED),
     slow((0,), (0,), REPLICATED),
     # Chains on two ranks.
-    heavy(BOTH, (1,)),
+    slow(BOTH, (1,)),
     slow(BOTH, (0,), SHARDED),
     Cell(BOTH, BOTH, SHARDED),
     slow(BOTH, (0,), pair="head", batch_size=3),
     Cell(BOTH, BOTH, SHARDED, pair="head", batch_size=3),
     heavy(BOTH, BOTH, REPLICATED, pair="head", batch_size=3, updates=True),
-    Cell(BOTH, BOTH, SHARDED, pair="mtp glm4_moe", batch_size=3, updates=True),
+    heavy(BOTH, BOTH, SHARDED, pair="mtp glm4_moe", batch_size=3, updates=True),
     slow(BOTH, BOTH, SHARDED, pair="mtp qwen2", batch_size=3),
     heavy((0,), (1,), OWN_GPU, pair="mtp qwen2", batch_size=3, tree="2x2x1"),
     slow(BOTH, BOTH, REPLICATED, pair="mtp qwen3_next", batch_size=3),
-    Cell(BOTH, BOTH, SHARDED, pair=f"{ONE_PASS}dspark of DeepSpec", batch_size=3),
+    heavy(BOTH, BOTH, SHARDED, pair=f"{ONE_PASS}dspark of DeepSpec", batch_size=3),
     slow(BOTH, (0,), pair=f"{ONE_PASS}peagle", batch_size=3),
+    heavy(BOTH, BOTH, SHARDED, pair=f"{ONE_PASS}dflash 2 of its authors", batch_size=3, tree="2x2x1"),
     heavy((0,), (1,), OWN_GPU, pair=f"{ONE_PASS}dflash of its authors", batch_size=3, tree="2x2x1"),
     slow(BOTH, BOTH, REPLICATED, pair=f"{ONE_PASS}recurrent dspark", batch_size=3),
     slow((1,), BOTH, SHARDED),
@@ -47,11 +48,12 @@ _SAMPLED = [
     slow(BOTH, BOTH, SHARDED, pair="gpt_neo", batch_size=1),
     slow(BOTH, BOTH, REPLICATED, pair="gpt_neo", batch_size=3),
     slow((0,), (1,), OWN_GPU, pair="gpt_neo", batch_size=3),
+    heavy(BOTH, (0,), pair="gpt_neo", batch_size=9),
     # Trees.
     Cell(BOTH, BOTH, SHARDED, tree="3x2x1", batch_size=5),
     Cell(BOTH, (), REPLICATED, tree="3x2x1", batch_size=5),
     slow(BOTH, BOTH, SHARDED, tree="dynamic-8x3x3", batch_size=5),
-    heavy((0,), (1,), OWN_GPU, pair="head", tree="2x2x1", batch_size=3),
+    slow((0,), (1,), OWN_GPU, pair="head", tree="2x2x1", batch_size=3),
     # Other rules, and a K that is chosen.
     slow(BOTH, BOTH, REPLICATED, rule="block"),
     heavy(BOTH, BOTH, SHARDED, rule="block"),
@@ -92,21 +94,23 @@ _SAMPLED = [
 ]  # fmt: skip
 _BOTH_TEMPERATURES = [
     Cell(BOTH, (0,)),
-    Cell(ALL_3, (0,)),
+    slow(ALL_3, (0,)),
     Cell((0,), (1,), OWN_GPU),
-    Cell((0,), (1,), OWN_GPU, pair="head", tree="dynamic-8x3x3", batch_size=3),
-    *(heavy(BOTH, (0,), pair=pair, batch_size=9) for pair in HEAVY_PAIRS),
+    heavy((0,), (1,), OWN_GPU, pair="head", tree="dynamic-8x3x3", batch_size=3),
+    *(slow(BOTH, (0,), pair=pair, batch_size=9) for pair in ("llama", "gpt_neox")),
     *(slow(target, (0,), pair=pair, batch_size=9) for target in (BOTH, ALL_3, ALL_4) for pair in SLOW_PAIRS),
     *(slow(target, (0,), pair=pair, batch_size=9) for target in (ALL_3, ALL_4) for pair in ("head", *HEAVY_PAIRS)),
     *(slow(target, (0,), is_long=True) for target in (BOTH, ALL_3, ALL_4)),
 ]
 CELLS = [
     *_SAMPLED, *_BOTH_TEMPERATURES, *map(greedy, _BOTH_TEMPERATURES),
-    greedy(heavy(BOTH, (0,), pair=SYNTHETIC)),
+    greedy(slow(BOTH, (0,), pair="gpt_neo", batch_size=9)),
+    greedy(slow(BOTH, (0,), pair=SYNTHETIC)),
     *(greedy(slow(target, (0,), pair=SYNTHETIC)) for target in (ALL_3, ALL_4)),
-    greedy(Cell(BOTH, BOTH, SHARDED)),
+    greedy(heavy(BOTH, BOTH, SHARDED)),
     greedy(slow(BOTH, BOTH, SHARDED, pair="head", batch_size=3)),
     greedy(heavy(BOTH, BOTH, SHARDED, pair=f"{ONE_PASS}dflash", batch_size=3)),
+    greedy(heavy(BOTH, BOTH, SHARDED, pair=f"{ONE_PASS}dflash 2 of its authors", batch_size=3)),
     greedy(slow(BOTH, BOTH, SHARDED, pair="gpt_neox", batch_size=3)),
     greedy(slow(BOTH, BOTH, REPLICATED, adapts=True)),
     greedy(heavy(ALL_3, ALL_3, SHARDED, pair="llama", batch_size=3)),
@@ -118,7 +122,7 @@ CELLS = [
 ALONE = [
     greedy(cell.alone)
     for cell in (
-        heavy((0,), (0,), pair=SYNTHETIC), Cell((0,), (0,)), Cell((0,), (0,), pair="head"),
+        slow((0,), (0,), pair=SYNTHETIC), Cell((0,), (0,)), Cell((0,), (0,), pair="head"),
         *(heavy((0,), (0,), pair=pair) for pair in HEAVY_PAIRS), *(slow((0,), (0,), pair=pair) for pair in SLOW_PAIRS),
     )
 ]  # fmt: skip

@@ -112,6 +112,7 @@ def check_logs(run_dir: Path) -> None:
 
 
 @pytest.mark.distributed(2)
+@pytest.mark.heavy
 def test_the_default_command_ends_with_a_table_and_a_summary(tmp_path: Path) -> None:
     with started(command([f"run_dir={tmp_path}/a run", "max_new_tokens=12"], num_ranks=2)) as process:
         out, err = process.communicate(timeout=240)

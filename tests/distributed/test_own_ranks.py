@@ -83,7 +83,7 @@ register(ReportFormat(name="killed", write="killed:write", file="a.txt", purpose
 """
 
 
-@pytest.mark.seconds
+@pytest.mark.heavy
 def test_a_run_whose_rank_0_is_killed_while_it_ends_has_failed(tmp_path: Path) -> None:
     (tmp_path / "killed.py").write_text(ENDS_RANK_0)
     env = environment() | {PLUGINS: "killed", "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}

@@ -13,12 +13,14 @@ import math
 from collections.abc import Callable
 from itertools import product
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
 from llama_ssp.settings.schema import SamplingConfig
+from llama_ssp.speculate.sampling import rules
 from llama_ssp.speculate.sampling.context import Context
 from llama_ssp.speculate.sampling.draft import POINT_MASS, Draft
 from llama_ssp.speculate.sampling.processors import processor
@@ -75,6 +77,71 @@ def law_error(rule: Rule, sampling: SamplingConfig, *, target: TableModel, **how
 def processed(model: TableModel, sampling: SamplingConfig) -> tuple[Tensor, ...]:
     """The conditional laws of a table's texts."""
     return tuple(map(processor(sampling), model.logits))
+
+
+def race_law(rule: Rule, target: TableModel, num_draft_tokens: int) -> tuple[Tensor, float]:
+    """Measure the law of the first K + 1 tokens under a rule that takes the winners of races.
+
+    Which token wins a place against one other changes where their numbers have a certain ratio, which is found by
+    bisection of the rule's verdicts; independent exponential numbers have the ratios' law in closed form. Returns
+    also how much a token's probability depends on the draft; AssertionError if a border depends on more than a ratio.
+    """
+    most_spread, law, num_paths = (
+        0.0,
+        target.logits[0].new_ones(target.num_tables, 1),
+        target.vocab_size**num_draft_tokens,
+    )
+    for place in range(num_draft_tokens + 1):
+        at_half, at_three = (_borders_of_races(rule, target, num_draft_tokens, place, size) for size in (0.5, 3.0))
+        assert torch.allclose(at_half, at_three, rtol=1e-12, atol=0), "of the ratio alone"
+        of_paths_GNV = 1 / (1 + at_half.sum(-1))
+        by_prefix = of_paths_GNV.unflatten(1, (target.vocab_size**place, num_paths // target.vocab_size**place))
+        spread_GN = (by_prefix.amax(2) - by_prefix.amin(2)).amax(-1)
+        most_spread = max(most_spread, float(spread_GN[law > 0].max()))
+        law = (law[..., None] * by_prefix[:, :, 0].where(law[..., None] > 0, 0.0)).flatten(1)
+    return law, most_spread
+
+
+def _borders_of_races(rule: Rule, target: TableModel, num_draft_tokens: int, place: int, size: float) -> Tensor:
+    """Ratios (G, N, V, V), for drafts N, below which the last token's number lets it win against the one before.
+
+    They are infinite for a token that never wins, and 0 against a token that never does, or itself.
+    """
+    vocab_size, num_tables = target.vocab_size, target.num_tables
+    paths_NK = torch.tensor(list(product(range(vocab_size), repeat=num_draft_tokens)))
+    lengths = range(num_draft_tokens + 1)
+    scored = [target.logits[length][:, codes_of(paths_NK[:, :length], vocab_size)] for length in lengths]
+    num_pairs, num_rows = vocab_size**2, num_tables * len(paths_NK)
+    logits_LTV = torch.stack(scored, dim=2).flatten(0, 1).repeat_interleave(num_pairs, dim=0)
+    ids_LK = paths_NK.repeat(num_tables, 1).repeat_interleave(num_pairs, dim=0)
+    one_L, other_L = (each.repeat(num_rows) for each in torch.tensor([*product(range(vocab_size), repeat=2)]).T)
+    context = _context((), ids_LK, None, num_scored=num_draft_tokens + 1)
+    numbers_LTV = torch.full_like(logits_LTV, 1e30)
+    numbers_LTV[:, :place].scatter_(2, ids_LK[:, :place, None], 1e-30)  # the draft wins before
+    numbers_LTV[:, place].scatter_(1, one_L[:, None], size)
+    drafted_L1 = torch.cat([ids_LK, ids_LK[:, :1] * 0], dim=1)[:, place, None]
+
+    def wins(ratio_L: Tensor) -> Tensor:
+        """Whether the one wins the place."""
+        given_LTV = numbers_LTV.clone()
+        is_other_L = one_L != other_L
+        given_LTV[is_other_L, place, other_L[is_other_L]] = size * ratio_L[is_other_L]
+        with patch.object(rules, "exponentials", lambda *_, **__: given_LTV):
+            draws = Draws(*(given_LTV.new_full((len(one_L), *shape), 0.5) for shape in
+                            ((num_draft_tokens, PER_DRAW), (num_draft_tokens,), (PER_DRAW,),
+                             (num_draft_tokens + 1, PER_DRAW))))  # fmt: skip
+            verdict = rule.verify(Draft(ids_LK), rule.process(logits_LTV, context), draws=draws)
+        token_L1 = torch.where(verdict.node_B1 > place, drafted_L1, verdict.next_ids_B1)
+        return token_L1[:, 0].eq(one_L) & verdict.node_B1[:, 0].ge(place)
+
+    low_L, high_L = numbers_LTV.new_full((len(one_L),), 1e-18), numbers_LTV.new_full((len(one_L),), 1e18)
+    always_L, never_L = wins(low_L), ~wins(high_L)
+    for _ in range(64):
+        middle_L = (low_L.log() + high_L.log()).div(2).exp()
+        is_won_L = wins(middle_L)
+        low_L, high_L = torch.where(is_won_L, low_L, middle_L), torch.where(is_won_L, middle_L, high_L)
+    found_L = high_L.masked_fill(always_L, 0.0).masked_fill(never_L, math.inf)
+    return found_L.view(num_tables, len(paths_NK), vocab_size, vocab_size)
 
 
 def round_law(

@@ -14,6 +14,7 @@ from llama_ssp.models.runner import Runner
 from llama_ssp.speculate.drafters.drafter import Drafter, DrafterParts
 from llama_ssp.speculate.engine.completion import RowCompletion
 from llama_ssp.speculate.engine.round import DraftChoice
+from llama_ssp.speculate.engine.state import Request
 from llama_ssp.speculate.sampling.trees import Tree
 from tests.helpers.decoders import (
     ScriptedLength,
@@ -33,11 +34,14 @@ Seen = list[tuple[list[int], Tensor, Tensor]]
 
 def decode(  # noqa: PLR0913
     target: Runner, kind: Callable[[DrafterParts], Drafter], head: Any, layers: Sequence[int], *, width: int,  # noqa: ANN401
-    prompts: Sequence[tuple[int, ...]],
+    prompts: Sequence[tuple[int, ...]], num_samples: int = 0,
     num_new: int = 12, tree: Tree | str | None = None, seen: Seen | None = None,
     choices: Sequence[DraftChoice] = (), reuses: bool = True, num_drafted: int = NUM_DRAFTED, **how: Any,
 ) -> list[RowCompletion]:  # fmt: skip
-    """Decode with a head and its drafter, which reads taps of these layers; `seen` takes its drafts, round by round."""
+    """Decode with a head and its drafter, which reads taps of these layers; `seen` takes its drafts, round by round.
+
+    With `num_samples` the first prompt alone is continued, so many times.
+    """
     taps = Taps(layers, width=width, dtype=torch.float32, device=torch.device("cpu"))
 
     def make_drafter(rule: Any) -> Any:  # noqa: ANN401 - any rule
@@ -62,7 +66,9 @@ def decode(  # noqa: PLR0913
     change_runs(decoder, reuses=reuses)
     if choices:
         decoder.length = ScriptedLength(choices)
-    return complete(decoder, requests_of(prompts, num_new))
+    first: Any = {"index": 0, "prompt_ids": prompts[0], "max_new_tokens": num_new}
+    samples = [Request(sample=sample, **first) for sample in range(num_samples)]
+    return complete(decoder, samples or requests_of(prompts, num_new))
 
 
 def check_greedy(

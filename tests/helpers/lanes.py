@@ -3,12 +3,13 @@
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from enum import Enum
 from itertools import combinations, product
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
 
 Case = tuple[int, ...]
+Chosen = TypeVar("Chosen")
 
 
 def heavy(*values: object) -> object:
@@ -32,10 +33,9 @@ def sample(values: Iterable[str], *, always: Collection[str], every: int = 12) -
     return [*sorted(always), *(slow(value) if place % every else heavy(value) for place, value in enumerate(others))]
 
 
-def grid(**axes: Sequence[object]) -> pytest.MarkDecorator:
+def grid(*, where: Callable[..., bool] = lambda **_: True, **axes: Sequence[object]) -> pytest.MarkDecorator:
     """All combinations of some arguments: as `pairs`, and those that `pairs` leaves out run with --slow."""
-    cases = [*product(*(range(len(values)) for values in axes.values()))]
-    return _cases(axes, dict.fromkeys(cases, pytest.mark.slow) | _lanes(axes))
+    return _cases(axes, dict.fromkeys(_chosen(axes, where), pytest.mark.slow) | _lanes(axes, where))
 
 
 def pairs(*, where: Callable[..., bool] = lambda **_: True, **axes: Sequence[object]) -> pytest.MarkDecorator:
@@ -46,16 +46,25 @@ def pairs(*, where: Callable[..., bool] = lambda **_: True, **axes: Sequence[obj
     return _cases(axes, _lanes(axes, where))
 
 
-def _lanes(axes: Mapping[str, Sequence[object]], where: Callable[..., bool] = lambda **_: True) -> dict[Case, Any]:
+def meeting(values: Sequence[str], parts: Callable[[str], Collection[str]], *, always: int) -> list[object]:
+    """The first values run always; whatever two parts are in one value are so with --heavy; the rest is for --slow."""
+    chosen = _cover({value: set(combinations(sorted(parts(value)), 2)) for value in values}, values[:always])
+    others = [heavy(value) if value in chosen else slow(value) for value in values[always:]]
+    return [*values[:always], *others]
+
+
+def _lanes(axes: Mapping[str, Sequence[object]], where: Callable[..., bool]) -> dict[Case, Any]:
     """The marks of the cases in which values meet; all cases of two arguments."""
-    cases = product(*(range(len(values)) for values in axes.values()))
-    chosen = [
+    meeting = _covering(_chosen(axes, where), 2)
+    return dict.fromkeys(meeting, pytest.mark.heavy) | dict.fromkeys(_covering(meeting, 1), ())
+
+
+def _chosen(axes: Mapping[str, Sequence[object]], where: Callable[..., bool]) -> list[Case]:
+    return [
         case
-        for case in cases
+        for case in product(*(range(len(values)) for values in axes.values()))
         if where(**{name: values[place] for (name, values), place in zip(axes.items(), case, strict=True)})
     ]
-    meeting = _covering(chosen, 2)
-    return dict.fromkeys(meeting, pytest.mark.heavy) | dict.fromkeys(_covering(meeting, 1), ())
 
 
 def _cases(axes: Mapping[str, Sequence[object]], marks: Mapping[Case, Any]) -> pytest.MarkDecorator:
@@ -67,13 +76,17 @@ def _cases(axes: Mapping[str, Sequence[object]], marks: Mapping[Case, Any]) -> p
 
 def _covering(cases: Sequence[Case], num_values: int) -> list[Case]:
     """Choose cases until each so many values that are together in one have occurred: always the one with most new."""
-    found = {case: set(combinations(enumerate(case), num_values)) for case in cases}
-    missing = set().union(*found.values())
-    chosen: list[Case] = []
+    return sorted(_cover({case: set(combinations(enumerate(case), num_values)) for case in cases}))
+
+
+def _cover(found: Mapping[Chosen, set[Any]], chosen: Sequence[Chosen] = ()) -> list[Chosen]:
+    """Choose keys beside those chosen until all that is found in any is in one: always the key with most new."""
+    more = [*chosen]
+    missing = set().union(*found.values()).difference(*(found[key] for key in chosen))
     while missing:
-        chosen.append(max(found, key=lambda case: len(found[case] & missing)))
-        missing -= found[chosen[-1]]
-    return sorted(chosen)
+        more.append(max(found, key=lambda key: len(found[key] & missing)))
+        missing -= found[more[-1]]
+    return more
 
 
 def _name(value: object) -> str | None:

@@ -5,7 +5,8 @@ X taps, D drafted tokens, V vocabulary, S width of the Markov head.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,17 +47,27 @@ CONFIGS: dict[str, dict[str, Any]] = {
                "aux_hidden_state_layer_ids": [*LAYERS], "markov_rank": RANK, "markov_head_type": "gated"},
     "dflash of DeepSpec": {**_LAYER, **_SPARK, "model_type": "qwen3", "markov_rank": 0},
     "dspark of DeepSpec": {**_LAYER, **_SPARK, "model_type": "qwen3", "markov_head_type": "vanilla"},
+    "dflash 2 of its authors": {
+        **_LAYER, "model_type": "qwen3", "architectures": ["DFlash2DraftModel"], "block_size": 5, "is_causal": False,
+        "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 3, "use_sliding_window": True,
+        "dflash_config": {"mask_token_id": MASK, "target_layer_ids": [0, 1, 3], "selector_rank": RANK,
+                          "selector_top_k": 40, "conv_kernel_size": 2, "conv_group_size": 16},
+    },
     "recurrent dspark": {**_LAYER, **_SPARK, "model_type": "qwen3", "markov_head_type": "rnn"},
 }  # fmt: skip
 """By layout, the config.json of a head."""
-SHARING = "dflash of its authors"
-"""The layout that has neither embedding nor output."""
+SHARING, SELECTING = "dflash of its authors", "dflash 2 of its authors"
+"""Layouts that have neither embedding nor output."""
+
+
+_Convolve = Callable[[Tensor], Callable[[Tensor, int], Tensor]]
 
 
 def make_tensors(layout: str, *, seed: int = 0) -> dict[str, Tensor]:
     generator, found = torch.Generator().manual_seed(seed), dict[str, Tensor]()
     for name, shape in _shapes(layout).items():
-        scale = {"mask_hidden": 8.0, "lm_head.weight": 3.0, "markov_head.markov_w2.weight": 3.0}.get(name, 1.0)
+        scale = 4.0 if "codebook" in name or "base_kernel" in name else 1.0
+        scale = {"mask_hidden": 8.0, "lm_head.weight": 3.0, "markov_head.markov_w2.weight": 3.0}.get(name, scale)
         found[name] = scale * torch.randn(shape, generator=generator) / shape[-1] ** 0.5 + ("norm" in name)
     if "draft_vocab_size" in CONFIGS[layout]:
         drafted_D = torch.arange(DRAFTED) * 2
@@ -82,7 +93,14 @@ def _shapes(layout: str) -> dict[str, tuple[int, ...]]:
     if config.get("fc_norm"):
         found |= {f"fc_norm.{tap}.weight": (WIDTH,) for tap in range(num_taps)}
     num_drafted = config.get("draft_vocab_size", VOCABULARY)
-    if layout != SHARING:
+    if layout == SELECTING:
+        books = "candidate_selector.predecessor_codebook", "candidate_selector.successor_codebook"
+        found |= dict.fromkeys(books, (VOCABULARY, RANK)) | {
+            "candidate_selector.hidden_projection.weight": (RANK, WIDTH)
+        }
+        for each in (f"layers.{number}.{part}_conv" for number in range(2) for part in ("attention", "mlp")):
+            found |= {f"{each}.base_kernel": (2, 2, WIDTH), f"{each}.kernel_projection.weight": (4 * 4, WIDTH)}
+    if layout not in {SHARING, SELECTING}:
         found |= {"embed_tokens.weight": (VOCABULARY, WIDTH), "lm_head.weight": (num_drafted, WIDTH)}
     if config.get("markov_rank"):
         place = "markov_head.{}".format
@@ -144,11 +162,17 @@ def reference(
     else:
         num_masks = num_drafted - at_anchor
         context_CE = norm(taps_CX.double() @ found["fc.weight"].T, found["hidden_norm.weight"])
-        x_NE = _block(found, table_VE[[text[-1], *[MASK] * num_masks]], context_CE)[-num_drafted:]
+        x_NE = _block(found, table_VE[[text[-1], *[MASK] * num_masks]], context_CE, layout)[-num_drafted:]
     normed_NE = norm(x_NE, found["norm.weight"])
     logits_D = output_DE @ normed_NE[depth]
     if config.get("markov_rank"):
         logits_D = logits_D + _follows(found, config, [text[-1], *drafted], normed_NE)
+    if layout == SELECTING:
+        named = {name.removeprefix("candidate_selector."): tensor for name, tensor in found.items()}
+        context_S = named["predecessor_codebook"][[text[-1], *drafted][-1]]
+        context_S = context_S * (named["hidden_projection.weight"] @ normed_NE[depth])
+        others_D = torch.ones(VOCABULARY, dtype=torch.bool).index_fill_(0, logits_D.topk(40).indices, value=False)
+        logits_D = (logits_D + named["successor_codebook"] @ context_S).masked_fill(others_D, float("-inf"))
     if "d2t" not in tensors:
         return logits_D
     drafted_D = torch.arange(DRAFTED) + tensors["d2t"]
@@ -188,20 +212,46 @@ def _pairs(found: Mapping[str, Tensor], config: Mapping[str, Any], embedded_TE: 
     return x_TE
 
 
-def _block(found: Mapping[str, Tensor], x_NE: Tensor, context_CE: Tensor) -> Tensor:
-    sees_NT = torch.ones(len(x_NE), len(context_CE) + len(x_NE), dtype=torch.bool)
+def _block(found: Mapping[str, Tensor], x_NE: Tensor, context_CE: Tensor, layout: str) -> Tensor:
+    distance_NT = torch.arange(len(context_CE) + len(x_NE)) - torch.arange(len(x_NE))[:, None] - len(context_CE)
     for number in range(2):
         inputs_NE = norm(x_NE, found[f"layers.{number}.input_layernorm.weight"])
-        both_TE = torch.cat([context_CE, inputs_NE])
-        x_NE = _layer(found, f"layers.{number}", x_NE, inputs_NE, both_TE, sees_NT=sees_NT)
+        sees_NT = torch.ones_like(distance_NT, dtype=torch.bool)
+        convolve: dict[str, Any] = {}
+        if layout == SELECTING:
+            sees_NT = sees_NT if number else distance_NT.abs() < CONFIGS[layout]["sliding_window"]
+            convolve = {
+                part: partial(_convolved, found, f"layers.{number}.{part}_conv") for part in ("attention", "mlp")
+            }
+        x_NE = _layer(found, f"layers.{number}", x_NE, inputs_NE, torch.cat([context_CE, inputs_NE]), sees_NT=sees_NT,
+                      **convolve)  # fmt: skip
     return x_NE
+
+
+def _convolved(found: Mapping[str, Tensor], place: str, inputs_NE: Tensor) -> Callable[[Tensor, int], Tensor]:
+    """A convolution, first or second, whose factors these inputs give, position by position."""
+    factors_N22G = (inputs_NE @ found[f"{place}.kernel_projection.weight"].T).view(-1, 2, 2, 4)
+
+    def convolve(x_NE: Tensor, number: int) -> Tensor:
+        rows = []
+        for number_, factors_2G in enumerate(factors_N22G[:, number]):
+            kernel_2E = found[f"{place}.base_kernel"][number] + factors_2G.repeat_interleave(16, dim=1)
+            before_E = x_NE[number_ - 1] if number_ else torch.zeros_like(x_NE[0])
+            rows.append(kernel_2E[0] * x_NE[number_] + kernel_2E[1] * before_E)
+        return torch.stack(rows)
+
+    return convolve
 
 
 def _layer(
     found: Mapping[str, Tensor], place: str, x_NE: Tensor, inputs_NE: Tensor, read_TE: Tensor, *,
-    sees_NT: Tensor,
+    sees_NT: Tensor, attention: _Convolve | None = None, mlp: _Convolve | None = None,
 ) -> Tensor:  # fmt: skip
-    """Add attention of the last N of T positions, and the MLP."""
+    """Add attention of the last N of T positions, and the MLP; both between convolutions of some layouts."""
+    if attention:
+        convolve = attention(inputs_NE)
+        inputs_NE = convolve(inputs_NE, 0)
+        read_TE = torch.cat([read_TE[: -len(inputs_NE)], inputs_NE])
     weights = {name.removeprefix(f"{place}."): tensor for name, tensor in found.items()}
 
     def heads(name: str, inputs_TE: Tensor, number: int) -> Tensor:
@@ -213,7 +263,12 @@ def _layer(
     queries, keys, values = heads("q", inputs_NE, HEADS), heads("k", read_TE, KEYS), heads("v", read_TE, KEYS)
     keys, values = (part.repeat_interleave(HEADS // KEYS, 0) for part in (keys, values))
     attended = functional.scaled_dot_product_attention(queries, keys, values, attn_mask=sees_NT)
-    x_NE = x_NE + attended.transpose(0, 1).flatten(1) @ weights["self_attn.o_proj.weight"].T
+    added_NE = attended.transpose(0, 1).flatten(1) @ weights["self_attn.o_proj.weight"].T
+    x_NE = x_NE + (convolve(added_NE, 1) if attention else added_NE)
     inner = norm(x_NE, weights["post_attention_layernorm.weight"])
+    if mlp:
+        convolve = mlp(inner)
+        inner = convolve(inner, 0)
     gate, up = (inner @ weights[f"mlp.{name}_proj.weight"].T for name in ("gate", "up"))
-    return x_NE + (functional.silu(gate) * up) @ weights["mlp.down_proj.weight"].T
+    added_NE = (functional.silu(gate) * up) @ weights["mlp.down_proj.weight"].T
+    return x_NE + (convolve(added_NE, 1) if mlp else added_NE)

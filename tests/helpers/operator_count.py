@@ -22,6 +22,24 @@ class OperatorCount(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class OperatorSizes(OperatorCount):
+    """Notes how many numbers each kernel's first result has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._sizes: list[tuple[str, int]] = []
+
+    def of(self, word: str) -> list[int]:
+        """The sizes of results of the operators with a word in their names."""
+        return [size for name, size in self._sizes if word in name]
+
+    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
+        made = super().__torch_dispatch__(func, types, args, kwargs)
+        sizes = [each.numel() for each in tree_leaves(made) if isinstance(each, Tensor)]
+        self._sizes.append((str(func), sizes[0] if sizes else 0))
+        return made
+
+
 class LargestTensor(TorchDispatchMode):
     """Notes the bytes of the largest tensor that is made."""
 

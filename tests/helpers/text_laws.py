@@ -21,6 +21,7 @@ def counted(
             (*text, token): prob * float(share)
             for text, prob in law.items()
             for token, share in enumerate(process(target.logits([*prompt, *text]).double()))
+            if share > 0
         }
     common = [text for text, prob in law.items() if prob * len(texts) > _FEWEST]
     counts = [float(texts.count(text)) for text in common]

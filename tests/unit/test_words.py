@@ -1,12 +1,15 @@
 """Numbers in sentences, control characters written out, and unknown names answered with the one meant."""
 
 import shlex
+from pathlib import Path
 
 import pytest
 
+from llama_ssp import words
 from llama_ssp.errors import InterruptedRun, similar_name, unknown_name
 from llama_ssp.settings.compose import groups_of
-from llama_ssp.words import counted, rounded, visible
+from llama_ssp.words import counted, installing, rounded, visible
+from tests.helpers.repository import ROOT
 
 SHOWN = {
     (0.5543,): "0.554", (9.4,): "9.40", (9.996,): "10.0", (99.96,): "100", (999.6,): "1000", (10324.0,): "10324",
@@ -83,3 +86,11 @@ def test_the_way_to_go_on_can_be_pasted_into_a_shell(run_dir: str) -> None:
     again, _, _ = told.partition(" with the same settings")
     assert shlex.split(again) == [f"run_dir={run_dir}"]
     assert again.startswith("run_dir=") is (run_dir == "outputs/1")
+
+
+def test_an_installed_program_names_no_file_of_a_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "install -e '.[serve]'" in installing("serve")
+    naming = [path.name for path in (ROOT / "llama_ssp").rglob("*.py") if "pip install -e" in path.read_text("utf-8")]
+    assert naming == ["words.py"]
+    monkeypatch.setattr(words, "__file__", str(tmp_path / "llama_ssp" / "words.py"))
+    assert installing("serve") == "pip install 'llama-ssp[serve]'"

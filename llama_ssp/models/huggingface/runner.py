@@ -176,7 +176,15 @@ class ModuleRunner(CachedRunner):
             active_BTE = args[0][(0,) * (args[0].dim() - 3)]  # the first of the streams that Gemma 3n has
             taps.write(layer, active_BTE.flatten(0, 1), slots_M)
 
-        hooks = [layers[layer].register_forward_pre_hook(partial(keep, layer), prepend=True) for layer in taps.layers]
+        def keep_output(module: nn.Module, _args: object, output: Any) -> None:  # noqa: ANN401 - a tensor, or with others
+            keep(len(layers), module, output if isinstance(output, tuple) else (output,))
+
+        hooks = [
+            layers[-2].register_forward_hook(keep_output)
+            if layer == len(layers)
+            else layers[layer].register_forward_pre_hook(partial(keep, layer), prepend=True)
+            for layer in taps.layers
+        ]
         try:
             yield
         finally:

@@ -6,7 +6,8 @@ Shapes: B sequences, T positions, M = B * T tokens, R rows that get logits, V vo
 of each key-value head, Q = T * G, S slots, U slots that are read.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
+from copy import copy
 from functools import partial
 from typing import Any
 
@@ -20,7 +21,7 @@ from llama_ssp.kernels.attention_by_length import VarlenAttention, find_varlen, 
 from llama_ssp.kernels.between import OwnKernels, rotate_write
 from llama_ssp.kernels.linear import Kernel, make_linear, native_of
 from llama_ssp.kernels.parts import Heads, RmsNorm
-from llama_ssp.models.cache import CachedRunner, Taps
+from llama_ssp.models.cache import CachedRunner, StaticCache, Taps
 from llama_ssp.models.llama.attention import (
     Attend,
     LayerAttention,
@@ -48,6 +49,7 @@ class LeanRunner(CachedRunner):
     """
 
     layer_class = Layer
+    _stops: tuple[int, ...] = ()  # Numbers behind its layers where the next one is left out.
 
     def __init__(
         self, loading: Loading, *, kernel: Kernel | None = None, varlen: VarlenAttention | None = None
@@ -138,6 +140,36 @@ class LeanRunner(CachedRunner):
             )  # fmt: skip
             self._varlen = ours or self._varlen
 
+    @property
+    def num_layers(self) -> int:
+        """Number of its layers."""
+        return len(self._layers)
+
+    def part(self, numbers: Sequence[int]) -> "LeanRunner":
+        """A runner of some layers, in order, between the same embedding and output; it shares all weights.
+
+        Its layers see all that `follow` shows, without windows.
+        """
+        part = copy(self)
+        vars(part).update(
+            _layers=[self._layers[number] for number in numbers],
+            _windows=(None,) * len(numbers),
+            _stops=tuple(number + 1 for number in numbers if number + 1 not in numbers),
+        )
+        return part
+
+    def make_buffers(self, cache: StaticCache, layers: Collection[int]) -> None:
+        """Make the buffers of some layers in a cache of this model's, before a forward does."""
+        cache.make_buffers(layers, self.device, num_heads=self._heads.num_kv, head_dim=self._heads.dim)
+
+    def follow(self, whole: "LeanRunner", cache: StaticCache | None, *, reads: Reads) -> None:
+        """Read and write a cache, or that of the model that this is a `part` of, which has allocated.
+
+        Forwards then return what the caller `reads`; see `Runner.allocate`.
+        """
+        own = {name: value for name, value in vars(self).items() if name in {"_layers", "_windows", "_stops"}}
+        vars(self).update({**vars(whole), **own, "_cache": cache or whole._cache, "reads": reads})
+
     def allocate(self, *, batch_size: int, capacity: int, **how: Any) -> None:
         """See `Runner.allocate`."""
         known = self.num_allocations
@@ -175,9 +207,10 @@ class LeanRunner(CachedRunner):
                 stream = added(stream), None
                 taps.write(layer.number, stream[0], slots_M)
             stream = layer.forward(stream, attention[window], stop)
-        if taps and len(self._layers) in tapped:
-            stream = added(stream), None
-            taps.write(len(self._layers), self._norm(stream[0]), slots_M)
+        for number in (len(self._layers), len(self._layers) + 1):
+            if taps and number in tapped:
+                stream = added(stream), None
+                taps.write(number, stream[0] if number > len(self._layers) else self._norm(stream[0]), slots_M)
         return self._scored(stream, ids_BT.shape[0], score_positions_BR)[1]
 
     def _at_once(self, num_tokens: int, tapped: Collection[int] = ()) -> Iterator[tuple[Layer, int | None, int]]:
@@ -185,10 +218,10 @@ class LeanRunner(CachedRunner):
 
         A run stops before a layer of `tapped`, whose inputs are wanted.
         """
-        stop = 0
+        stop, stops = 0, (*tapped, *self._stops)
         for layer, window in zip(self._layers, self._windows, strict=True):
-            if layer.number == stop:
-                stop = min([number for number in tapped if number > layer.number] + [layer.stop_of(num_tokens)])
+            if layer.number >= stop:
+                stop = min([number for number in stops if number > layer.number] + [layer.stop_of(num_tokens)])
                 yield layer, window, stop
 
     def embed(self, ids_M: Tensor) -> Tensor:

@@ -171,7 +171,7 @@ class Layer:
         self.output = ResidualProduct(weights, f"{place}.self_attn.o_proj", comm=comm, kernel=kernel)
         gate_up = linear("mlp", "gate_proj", "up_proj")
         self.qkv = self._first_product(norm, qkv, own)
-        self.gate_up = NormedProduct(norm("post_attention_layernorm"), gate_up, own, gates=True)
+        self.gate_up = self._second_product(norm, gate_up, own)
         self.down = ResidualProduct(weights, f"{place}.mlp.down_proj", comm=comm, kernel=kernel)
         self.whole: WholeLayers | None = None
 
@@ -190,6 +190,10 @@ class Layer:
     def _first_product(self, norm: Callable[[str], RmsNorm], linear: Linear, own: OwnKernels) -> Any:  # noqa: ANN401
         """Queries, keys and values after the first norm; `norm` takes one by name."""
         return NormedProduct(norm("input_layernorm"), linear, own)
+
+    def _second_product(self, norm: Callable[[str], RmsNorm], linear: Linear, own: OwnKernels) -> Any:  # noqa: ANN401
+        """The units of the MLP, gated, after the second norm."""
+        return NormedProduct(norm("post_attention_layernorm"), linear, own, gates=True)
 
     @property
     def linears(self) -> tuple[Linear, ...]:

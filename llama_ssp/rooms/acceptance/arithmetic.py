@@ -126,6 +126,18 @@ def least_cost(reach_BTD: Array, lengths_B: NDArray[np.int64], costs: dict[int, 
     return least_B
 
 
+def rejected(reach_BTD: Array, rounds: ExpectedRounds, num_draft_tokens: int) -> Array:
+    """Of each token, the rounds that draft it after accepting all before it, and those that reject it (2, B, T)."""
+    visits_BT = rounds.visits_BT
+    found_2BT, num_places = np.zeros((2, *visits_BT.shape)), visits_BT.shape[1]
+    for ahead in range(min(num_draft_tokens, num_places - 2)):
+        places = slice(ahead + 2, None)  # the last token of a text is drawn, whatever was drafted
+        tried_BT = visits_BT[:, places] * reach_BTD[:, places, ahead]
+        taken_BT = visits_BT[:, places] * reach_BTD[:, places, ahead + 1]
+        found_2BT[:, :, 2 : num_places - ahead] += tried_BT, tried_BT - taken_BT
+    return found_2BT
+
+
 def by_position(reach_BTD: Array, rounds: ExpectedRounds, num_draft_tokens: int) -> Array:
     """The share (K,) of rounds that accept the token at each position, of rounds that no end of a text can cut."""
     whole = slice(num_draft_tokens + 1, None)

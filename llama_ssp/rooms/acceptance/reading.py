@@ -12,7 +12,7 @@ in rounds: it is made to draw the tokens that the text has, and its laws say how
 Shapes: B texts, S slots, T places of a chunk, J tokens ahead of a beginning, V vocabulary.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from llama_ssp.architectures.engine import BUCKET_STEP, scored_positions, whole_steps
+from llama_ssp.models.cache import Taps
 from llama_ssp.models.prefill import Buckets, Prompts, read_prompts
 from llama_ssp.models.upload import to_device
 from llama_ssp.run.decoders import Models
@@ -33,9 +34,10 @@ from llama_ssp.speculate.sampling.rules import Rule, make_rule
 from llama_ssp.speculate.sampling.uniforms import PER_DRAW
 
 LOG_P, EXPECTED, VARIANCE = "log_p", "expected_log_p", "variance_log_p"
-LOG_Q, LOG_RACE = "log_q", "log_race"
+LOG_Q, LOG_RACE, PROPOSED = "log_q", "log_race", "proposed"
 """Names of numbers; `page.md` says what each means."""
 _NEVER = float("-inf")
+_FILLING = {LOG_Q: _NEVER, LOG_RACE: _NEVER, PROPOSED: 0}
 _PER_LAW = 6
 """Tensors of a chunk's probabilities that are alive at once."""
 
@@ -114,6 +116,29 @@ class _Batch(NamedTuple):
         return self.buckets.covering(self.prompts.longest + num_new)
 
 
+class _AllTaps(Taps):
+    """The taps of several heads, which one forward of the target writes."""
+
+    def __init__(self, of_heads: Sequence[Taps]) -> None:
+        self._of_heads = of_heads
+        self.layers = tuple(sorted({layer for taps in of_heads for layer in taps.layers}))
+
+    def slots(self, positions_BT: Tensor, rows_B: Tensor | None = None) -> Tensor:
+        """See `Taps`."""
+        return self._of_heads[0].slots(positions_BT, rows_B)
+
+    def write(self, layer: int, x_ME: Tensor, slots_M: Tensor) -> None:
+        """See `Taps`."""
+        for taps in self._of_heads:
+            if layer in taps.layers:
+                taps.write(layer, x_ME, slots_M)
+
+    def copy(self, from_row: int, to_rows: Sequence[int], num_tokens: int) -> None:
+        """See `Taps`."""
+        for taps in self._of_heads:
+            taps.copy(from_row, to_rows, num_tokens)
+
+
 class Reader:
     """Reads texts of one law.
 
@@ -162,25 +187,15 @@ class Reader:
         """
         filled = [*texts, *[texts[0]] * (self._batch_size - len(texts))]  # of one size: caches stay
         batch = _Batch.of(filled, self._target.device)
-        found: Found = {}
-        for readers in self._passes():
-            for name, values in self._read(batch, readers).items():
-                found.setdefault(name, values[: len(texts)].cpu())
-        return found
+        return {name: values[: len(texts)].cpu() for name, values in self._read(batch).items()}
 
-    def _passes(self) -> Iterator[Sequence["_Whole | _Steps"]]:
-        """Divide drafts so that at most one of them reads taps of the target."""
-        others = [reader for reader in self._readers if not reader.taps]
-        heads = [reader for reader in self._readers if reader.taps]
-        yield [*others, *heads[:1]]
-        yield from ([head] for head in heads[1:])
-
-    def _read(self, batch: _Batch, readers: Sequence["_Whole | _Steps"]) -> Found:
-        taps = next((reader.taps for reader in readers if reader.taps), None)
+    def _read(self, batch: _Batch) -> Found:
+        readers, of_heads = self._readers, [reader.taps for reader in self._readers if reader.taps]
+        taps = _AllTaps(of_heads) if of_heads else None
         num_rows, num_slots = len(batch.rows), batch.buckets.num_slots
         self._target.allocate(batch_size=num_rows, capacity=num_slots)
-        if taps:
-            taps.allocate(batch_size=num_rows, num_slots=num_slots)
+        for of_head in of_heads:
+            of_head.allocate(batch_size=num_rows, num_slots=num_slots)
         logits_BTV = read_prompts(self._target, batch.prompts, rows=batch.rows, buckets=batch.buckets, taps=taps)
         logits_BTV = logits_BTV[:, None]
         for reader in readers:
@@ -273,7 +288,8 @@ class _Whole:
             found = _of_proposals(scores_BTV.argmax(-1), ids_BT)
         else:
             found = _of_draft(scores_BTV, laws_BTV, ids_BT)
-        self._found.append({name: values_BT.masked_fill(beyond_BT, _NEVER) for name, values_BT in found.items()})
+        found = {name: values_BT.masked_fill(beyond_BT, _NEVER) for name, values_BT in found.items()}
+        self._found.append(found | {PROPOSED: scores_BTV.argmax(-1)})
 
     def _known(self, ids: Tensor) -> Tensor:
         assert self._runner
@@ -327,16 +343,21 @@ class _Steps:
         if laws_BSV is None:
             return
         ids_BJ = batch.tokens(start, stop)
+        proposed_BJ = draft.ids_BK
         if draft.is_certain:
-            found = _of_proposals(draft.ids_BK, ids_BJ)
+            found = _of_proposals(proposed_BJ, ids_BJ)
         else:
             laws_BJV = laws_BSV[:, start - self._first_law : stop - self._first_law]
             found = _of_draft(draft.drawn_law[:, : stop - start], laws_BJV, ids_BJ)
+            proposed_BJ = draft.drawn_law.argmax(-1)
         missing = (0, self.width - (stop - start))
-        self._found.append({name: pad(values_BJ, missing, value=_NEVER) for name, values_BJ in found.items()})
+        found = {name: pad(values_BJ, missing, value=_NEVER) for name, values_BJ in found.items()}
+        self._found.append(found | {PROPOSED: proposed_BJ[:, :1]})
 
     def end(self) -> Found:
         """The numbers of the batch, (B, N, J); nothing is drafted before the first new token."""
         found, self._found, self._laws = self._found, [], []
         stacked = {name: torch.stack([one[name] for one in found], dim=1) for name in (found[0] if found else ())}
-        return {f"{self.name}/{name}": pad(values, (0, 0, 1, 0), value=_NEVER) for name, values in stacked.items()}
+        return {
+            f"{self.name}/{name}": pad(values, (0, 0, 1, 0), value=_FILLING[name]) for name, values in stacked.items()
+        }

@@ -13,7 +13,7 @@ from llama_ssp.fields import made, setting
 from llama_ssp.groups import MoreSettings
 from llama_ssp.planning.spec import KnownPairs
 from llama_ssp.settings.constraints import constraint_asked
-from llama_ssp.settings.drafters import DRAFTERS, draft_name, drafts, free_drafts, of_kind
+from llama_ssp.settings.drafters import DRAFTERS, draft_name, drafter_of, drafts, free_drafts, of_kind
 from llama_ssp.settings.schema import MODEL_DRAFT, DrafterConfig, PlanConfig, RunConfig, TaskConfig
 from llama_ssp.settings.tasks import NoEffect, TaskSpec
 
@@ -30,8 +30,8 @@ class AcceptanceConfig(TaskConfig):
     drafts: list[str] = made(list, "drafts that read the texts, by their names in draft=; none takes the run's draft.")
     texts: str | None = setting(
         None,
-        "texts of the target that are read: the folder or run.jsonl of a run, or a JSONL of prompt and completion; "
-        "null samples them first.",
+        "texts of the target that are read: the folder or run.jsonl of a run, a JSONL of prompt and completion, or an "
+        "OpenAI batch answer, whose batch file is prompts=; null samples them first.",
     )
     temperatures: list[float] = made(list, "of the sampled texts, num_samples at each; none takes that of sampling.")
     longest: int = setting(8, "the largest K.")
@@ -88,6 +88,8 @@ def _problems(config: RunConfig, explicit: frozenset[str]) -> Iterator[str | NoE
     yield from filter(None, map(unknown_draft, task.drafts))
     if not drafts(config.draft):
         yield "task=acceptance needs a draft: give draft=NAME, or drafts=[NAME,...]"
+    elif task.store and drafter_of(config.draft).reads_target:
+        yield f"task.store=true keeps no pair of draft={config.draft.kind}, whose settings vary: leave it out"
     if wrong := [one for one in task.temperatures if not 0 <= one < math.inf]:
         yield f"task.temperatures={task.temperatures}: {wrong[0]} must be 0 or more"
     if len({*task.temperatures}) < len(task.temperatures):
@@ -100,14 +102,7 @@ def _problems(config: RunConfig, explicit: frozenset[str]) -> Iterator[str | NoE
     if task.texts:
         if not Path(task.texts).exists():
             yield f"task.texts={task.texts} does not exist: give the folder of a run, or a JSONL with its texts"
-        of_texts = [
-            "prompt",
-            "prompts",
-            "num_samples",
-            "ignore_eos",
-            "stop_strings",
-            "task.temperatures",
-        ]
+        of_texts = ["prompt", "num_samples", "ignore_eos", "stop_strings", "task.temperatures"]
         unread |= dict.fromkeys(of_texts, f"with task.texts={task.texts}, whose texts are read")
     yield from (NoEffect(key, reason) for key, reason in unread.items() if key in explicit)
     if task.store:

@@ -1,17 +1,44 @@
 """The answers of a trace as rows: tokens per round by draft, rule, temperature and K, and their tables."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-from llama_ssp.reports.records import Line, ResultFigures, ResultTable
+import numpy as np
+
+from llama_ssp.reports.records import Line, PointOverK, ResultFigures, ResultTable
 from llama_ssp.rooms.acceptance.arithmetic import least_cost
-from llama_ssp.rooms.acceptance.trace import Replay, Trace
+from llama_ssp.rooms.acceptance.trace import PROPOSED, Replay, Trace
 from llama_ssp.words import share
 
 RowKey = tuple[str, str, float, int]
 Costs = Mapping[str, Mapping[int, float]]
 """Seconds of a round, by draft and K; 0 is a plain step."""
+Auto = Callable[[str, Sequence[Replay], Sequence[Mapping[int, float]]], float]
+"""Seconds of K = auto for the first NUM_SIMULATED texts of replays of a draft, and of copies in its place."""
+Decode = Callable[[list[int]], str]
+NUM_SIMULATED, COPIES = 256, "ngram"
+_NUM_LOST, _NUM_SAID, _NUM_BEFORE = 10, 2, 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class LostRounds:
+    """Places at which rounds of a draft end because a token is rejected, by what stands there.
+
+    Attributes:
+        before: the text before the place of them at which most rounds end.
+        wanted, proposed: the target's token, and the most probable one of the draft.
+        num_places: in the texts read.
+        accepted: the share of these tokens that rounds accept once they come to them.
+        share: of all rejections.
+    """
+
+    before: str
+    wanted: str
+    proposed: str
+    num_places: int
+    accepted: float
+    share: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +52,9 @@ class AcceptanceRow(Line):
         share_of_best: tokens per second over those of the fastest row of the temperature, by the costs of the plan; of
             tokens per round without a plan.
         headroom: by how much whoever knows what will be accepted, and chooses K for each round, would be faster than
-            the fastest K or plain decoding; 0 without a plan.
+            `num_draft_tokens=auto`; 0 without a plan.
+        with_copies: the speed of `auto` with `draft.fallback=ngram`, over that without; 1 unless ngram has read too.
+        lost: where most rounds end, of the fastest row of the draft and temperature.
         num_prompts, num_new_tokens: of the texts that were read.
     """
 
@@ -45,11 +74,19 @@ class AcceptanceRow(Line):
     num_new_tokens: int
     by_category: dict[str, float] = field(default_factory=dict)
     headroom: float = 0.0
+    with_copies: float = 1.0
+    lost: list[LostRounds] = field(default_factory=list)
 
     @property
     def key(self) -> RowKey:
         """What it is of."""
         return self.draft, self.rule, self.temperature, self.num_draft_tokens
+
+    @property
+    def point(self) -> PointOverK:
+        """It in a figure."""
+        panel, line = f"Tokens per round, T = {self.temperature:g}", f"{self.draft}, {self.rule}"
+        return PointOverK(panel, line, self.num_draft_tokens, self.tokens_per_round, self.low, self.high)
 
     @property
     def name(self) -> str:
@@ -67,7 +104,17 @@ class AcceptanceRow(Line):
         groups: dict[tuple[str, str, float], list[AcceptanceRow]] = {}
         for row in results:
             groups.setdefault(row.key[:3], []).append(row)
-        headings = ("draft", "rule", "T", "tokens/round, K = 1, 2, ...", "best K", "its 95 %", "of best", "left")
+        headings = (
+            "draft",
+            "rule",
+            "T",
+            "tokens/round, K = 1, 2, ...",
+            "best K",
+            "its 95 %",
+            "of best",
+            "left",
+            "copies",
+        )
         found = []
         for (draft, rule, temperature), rows in groups.items():
             best = max(rows, key=lambda row: row.share_of_best)
@@ -75,8 +122,8 @@ class AcceptanceRow(Line):
             interval = f"{best.low:.2f}..{best.high:.2f}"
             of_best = share(best.share_of_best)
             found.append([draft, rule, f"{temperature:g}", by_k, str(best.num_draft_tokens), interval, of_best])
-            found[-1].append(share(best.headroom))
-        return ResultTable((_title(results), _MEANING), headings, found)
+            found[-1] += [share(best.headroom), f"{best.with_copies:.2f}x"]
+        return ResultTable((_title(results), _MEANING, *_lost_said(results)), headings, found)
 
     @classmethod
     def on_page(cls, results: Sequence["AcceptanceRow"]) -> ResultTable:
@@ -89,13 +136,25 @@ class AcceptanceRow(Line):
             ]
             for row in results
         ]  # fmt: skip
-        return ResultTable((_title(results), _MEANING), headings, found)
+        return ResultTable((_title(results), _MEANING, *_lost_said(results)), headings, found)
 
 
 _MEANING = (
     "95 % intervals over prompts; shares are of the tokens per second of the fastest at a temperature, by the plan; "
-    "left is what a K for each round could still gain for whoever knows what will be accepted"
+    "left is what a K for each round could still gain over K = auto for whoever knows what will be accepted, and "
+    "copies what draft.fallback=ngram makes of auto"
 )
+
+
+def _lost_said(results: Sequence[AcceptanceRow]) -> Iterator[str]:
+    for row in results:
+        places = [
+            f"{one.wanted!r} where it proposes {one.proposed!r}, as after {one.before!r} ({share(one.share)}, in "
+            f"{one.num_places} places that accept {share(one.accepted)})"
+            for one in row.lost[:_NUM_SAID]
+        ]
+        if places:
+            yield f"{row.name} has most rejections of {' and '.join(places)}"
 
 
 def _title(results: Sequence[AcceptanceRow]) -> str:
@@ -103,44 +162,87 @@ def _title(results: Sequence[AcceptanceRow]) -> str:
     return f"Expected rounds of texts of {first.num_prompts} prompts, {first.num_new_tokens} tokens"
 
 
-def _headroom(replay: Replay, costs: Mapping[int, float]) -> float:
-    """What `AcceptanceRow.headroom` says, by the seconds of a plain step and of rounds by K."""
-    longest = replay.reach_BTD.shape[2] - 1
-    fixed = [float(replay.rounds(number).mean_B.sum()) * costs[number] for number in range(longest + 1)]
-    known = {number: costs[number] for number in range(longest + 1)}
-    least = float(least_cost(replay.reach_BTD, replay.lengths_B, known).sum())
-    return max(min(fixed) / least - 1, 0.0)  # rounding
+def _headroom(replay: Replay, costs: Mapping[int, float], auto_s: float) -> float:
+    """What `AcceptanceRow.headroom` says, by the seconds of a plain step and of rounds by K, and of `auto`."""
+    reach_BTD, lengths_B = replay.reach_BTD[:NUM_SIMULATED], replay.lengths_B[:NUM_SIMULATED]
+    known = {number: costs[number] for number in range(reach_BTD.shape[2])}
+    return max(auto_s / float(least_cost(reach_BTD, lengths_B, known).sum()) - 1, 0.0)
 
 
-def rows_of(trace: Trace, costs: Costs) -> Iterator[AcceptanceRow]:
-    """The rows of a trace, K from 1 to its longest; without the costs of a draft a round costs 1."""
-    for law, temperature in enumerate(trace.temperatures):
-        texts = trace.texts(law)
-        if not len(texts):
+def _lost(trace: Trace, row: AcceptanceRow, law: int, decode: Decode) -> list[LostRounds]:
+    """The pairs of a token of the texts and a proposal at which most rounds end."""
+    replay = trace.replay(row.draft, law, row.rule, trace.about["longest"])
+    tokens, tried, rejected = trace.rejected(replay, law, row.num_draft_tokens)
+    tokens = tokens.astype(np.int64)
+    wanted, proposed = trace.arrays["token_id"][tokens], trace.arrays[f"{row.draft}/{PROPOSED}"][tokens, 0]
+    pairs, pair_of = np.unique(np.stack([wanted, proposed], axis=1), axis=0, return_inverse=True)
+    lost = np.bincount(pair_of, weights=rejected)
+    found = []
+    for pair in np.argsort(-lost, kind="stable")[:_NUM_LOST]:
+        places = np.flatnonzero(pair_of == pair)
+        worst = int(tokens[places[rejected[places].argmax()]])
+        before = trace.arrays["token_id"][max(trace.first_of(worst), worst - _NUM_BEFORE) : worst]
+        found.append(
+            LostRounds(
+                before=decode([*map(int, before)]), wanted=decode([int(pairs[pair, 0])]),
+                proposed=decode([int(pairs[pair, 1])]), num_places=len(places),
+                accepted=1 - float(lost[pair] / max(tried[places].sum(), lost[pair], 1e-12)),
+                share=float(lost[pair] / max(rejected.sum(), 1e-12)),
+            )
+        )  # fmt: skip
+    return found
+
+
+def rows_of(
+    trace: Trace, costs: Costs, *, auto: Auto | None = None, decode: Decode | None = None
+) -> Iterator[AcceptanceRow]:
+    """The rows of a trace, K from 1 to its longest; without the costs of a draft a round costs 1.
+
+    `auto` says the seconds of the shipped K = auto, and `decode` the text of tokens; without them rows lack both.
+    """
+    for law in range(len(trace.temperatures)):
+        if not len(trace.texts(law)):
             continue
-        categories = trace.arrays["text_category"][texts]
-        measured = {
-            (draft, rule, number): (replay, replay.tokens_per_round(number))
+        found = [
+            row
             for draft in trace.drafts
             for rule in trace.rules(draft, law)
-            for replay in [trace.replay(draft, law, rule, trace.about["longest"])]
-            for number in range(1, replay.reach_BTD.shape[2])
-        }
-        speeds = {key: value[0] / costs.get(key[0], {}).get(key[2], 1.0) for key, (_, value) in measured.items()}
-        headrooms = {
-            key[:2]: _headroom(replay, costs[key[0]]) for key, (replay, _) in measured.items() if costs.get(key[0])
-        }
-        for (draft, rule, number), (replay, (tokens, low, high)) in measured.items():
-            yield AcceptanceRow(
-                draft=draft, rule=rule, temperature=temperature, num_draft_tokens=number,
-                tokens_per_round=tokens, low=low, high=high,
-                share_of_best=speeds[draft, rule, number] / max(speeds.values()),
-                by_position=replay.by_position(number),
-                by_category={
-                    str(name): replay.tokens_per_round(number, of_texts=categories == name)[0]
-                    for name in sorted({*categories} - {""})
-                },
-                headroom=headrooms.get((draft, rule), 0.0),
-                num_prompts=len({*trace.arrays["text_index"][texts]}),
-                num_new_tokens=int(trace.arrays["text_length"][texts].sum()),
-            )  # fmt: skip
+            for row in _rows(trace, costs, auto, law=law, draft=draft, rule=rule)
+        ]
+        fastest = max(row.share_of_best for row in found)
+        best = {draft: max((row for row in found if row.draft == draft), key=_speed).key for draft in trace.drafts}
+        for row in found:
+            is_shown = row.key == best[row.draft] and f"{row.draft}/{PROPOSED}" in trace.arrays
+            lost = _lost(trace, row, law, decode) if decode and is_shown else []
+            yield replace(row, share_of_best=row.share_of_best / fastest, lost=lost)
+
+
+def _speed(row: AcceptanceRow) -> float:
+    return row.share_of_best
+
+
+def _rows(trace: Trace, costs: Costs, auto: Auto | None, *, law: int, draft: str, rule: str) -> Iterator[AcceptanceRow]:
+    """The rows of one draft, law and rule, whose `share_of_best` is the tokens per second."""
+    texts, own = trace.texts(law), costs.get(draft, {})
+    categories = trace.arrays["text_category"][texts]
+    replay = trace.replay(draft, law, rule, trace.about["longest"])
+    headroom, with_copies = 0.0, 1.0
+    if auto and own:
+        auto_s = auto(draft, [replay], [own])
+        headroom = _headroom(replay, own, auto_s)
+        if draft != COPIES and COPIES in costs:
+            copies = trace.replay(COPIES, law, trace.rules(COPIES, law)[0], trace.about["longest"])
+            with_copies = auto_s / auto(draft, [replay, copies], [own, costs[COPIES]])
+    for number in range(1, replay.reach_BTD.shape[2]):
+        tokens, low, high = replay.tokens_per_round(number)
+        yield AcceptanceRow(
+            draft=draft, rule=rule, temperature=trace.temperatures[law], num_draft_tokens=number,
+            tokens_per_round=tokens, low=low, high=high, share_of_best=tokens / own.get(number, 1.0),
+            by_position=replay.by_position(number),
+            by_category={
+                str(name): replay.tokens_per_round(number, of_texts=categories == name)[0]
+                for name in sorted({*categories} - {""})
+            },
+            headroom=headroom, with_copies=with_copies, num_prompts=len({*trace.arrays["text_index"][texts]}),
+            num_new_tokens=int(trace.arrays["text_length"][texts].sum()),
+        )  # fmt: skip

@@ -18,6 +18,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from llama_ssp.continuation import TextAfter
 from llama_ssp.errors import FULL_DISK, CapacityError, ConfigError, InterruptedRun, SspError
 from llama_ssp.planning.memory import memory
 from llama_ssp.planning.spec import PlanSpec, make_spec
@@ -31,15 +32,16 @@ from llama_ssp.rooms.acceptance.records import (
     stored_file,
     temperatures_of,
 )
-from llama_ssp.rooms.acceptance.rows import rows_of
+from llama_ssp.rooms.acceptance.rows import NUM_SIMULATED, rows_of
+from llama_ssp.rooms.acceptance.simulation import auto_seconds
 from llama_ssp.rooms.acceptance.texts import FinishedText, read_texts
-from llama_ssp.rooms.acceptance.trace import VERSION, Trace, law_of
+from llama_ssp.rooms.acceptance.trace import PROPOSED, VERSION, Trace, law_of
 from llama_ssp.run.checkpoints import Source, find_sources, with_number_formats
 from llama_ssp.run.decoders import Models, build_decoder, with_draft
 from llama_ssp.run.requests import PromptRequest
 from llama_ssp.run.session import Session, Viewer
 from llama_ssp.settings.drafters import drafter_of, drafts_greedily
-from llama_ssp.settings.schema import DrafterConfig, RunConfig
+from llama_ssp.settings.schema import DrafterConfig, RunConfig, adaptive_lengths
 from llama_ssp.weights.hashes import fingerprint
 
 PARTS = "parts"
@@ -84,7 +86,7 @@ def _configs(config: RunConfig) -> list[RunConfig]:
 
 def is_certain(draft: DrafterConfig) -> bool:
     """Whether a draft proposes with certainty at every temperature."""
-    return drafts_greedily(draft) or not drafter_of(draft).has_model
+    return drafts_greedily(draft) or drafter_of(draft).is_certain
 
 
 def _given(session: Session) -> list[FinishedText]:
@@ -257,7 +259,7 @@ def _arrays(texts: Sequence[FinishedText], found: Found) -> dict[str, Any]:
     }
     for name, values in found.items():
         rows = [row[:length] for row, length in zip(values.numpy(), lengths, strict=True)]
-        arrays[name] = np.concatenate(rows).astype(np.float32)
+        arrays[name] = np.concatenate(rows).astype(np.int32 if name.endswith(PROPOSED) else np.float32)
     return arrays
 
 
@@ -291,14 +293,18 @@ def _answer(session: Session, configs: Sequence[RunConfig], sources: Mapping[str
             file.parent.mkdir(parents=True, exist_ok=True)
         _write(file, trace.to_bytes())
         session.terminal.say(f"stored in {file}: plans of {config.model.name} with {name} now take it")
-    costs = {}
+    costs, lengths = {}, {}
     if plan := session.plan:
         for name, draft in drafts_of(config).items():
             known = with_number_formats(replace(configs[0], draft=draft), (session.models.sources[0], sources[name]))
             longest = trace.most_drafted(name) or task.longest
             costs[name] = costs_of(CostModel(_spec_of(session, known), plan.hardware), longest)
+            lengths[name] = adaptive_lengths(draft.model.shape if draft.model else None)
     finished = {row.key for row in folder.results}
-    for row in rows_of(trace, costs):
+    decode = TextAfter(session.models.tokenizer, (), names_special=True).decode
+    for row in rows_of(
+        trace, costs, decode=decode, auto=partial(auto_seconds, lengths=lengths, num_texts=NUM_SIMULATED)
+    ):
         if row.key not in finished:
             folder.append_result(row)
 

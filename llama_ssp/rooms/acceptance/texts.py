@@ -1,9 +1,9 @@
-"""Finished texts of a run folder, or of a JSONL of prompt and completion, as ids of the target."""
+"""Finished texts of a run folder, of a JSONL of prompt and completion, or of a batch answer, as ids of the target."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from transformers import PreTrainedTokenizerBase
 
@@ -14,11 +14,12 @@ from llama_ssp.reports.reading import read_json, read_settings
 from llama_ssp.reports.records import CompletionLine
 from llama_ssp.rooms.acceptance.reading import Text
 from llama_ssp.rooms.acceptance.trace import NOT_OF_LAW, law_of, odd_settings
-from llama_ssp.run.prompts import Prompt
-from llama_ssp.run.requests import ids_of
+from llama_ssp.run.prompts import Prompt, lines_of, read_messages
+from llama_ssp.run.requests import encode_messages, ids_of
 from llama_ssp.settings.schema import RunConfig, SamplingConfig
 
 LINES_FILE, CONFIG_FILE = "run.jsonl", "config.yaml"
+_DONE = 200
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +50,8 @@ def read_texts(
         raise ConfigError(f"{asked}: {file} cannot be read ({error.strerror})") from error
     own = file.with_name(CONFIG_FILE)
     if file.name == LINES_FILE and own.is_file():
+        if config.prompts:
+            raise ConfigError(f"prompts={config.prompts} has no effect with {asked}, which has its prompts")
         found = [*_of_run(config, content, own, tokenizer, asked=asked)]
     else:
         found = [*_of_lines(config, content, tokenizer, asked=asked)]
@@ -124,30 +127,84 @@ def _law_in(settings: Mapping[str, object]) -> dict[str, object]:
 def _of_lines(
     config: RunConfig, content: bytes, tokenizer: PreTrainedTokenizerBase, *, asked: str
 ) -> Iterator[FinishedText]:
-    """The texts of lines with `prompt` and `completion`, which are texts, or lists of the target's ids."""
-    for number, line in enumerate(content.split(b"\n"), start=1):
-        if not line.strip():
-            continue
+    """The texts of lines with `prompt` and `completion`, or of the answers to `prompts`, a batch file."""
+    file = f"prompts={config.prompts}"
+    lines = [line.encode() for line in lines_of(config.prompts)] if config.prompts else []
+    requests = {record.get("custom_id"): record.get("body") for _, record in _records(lines, asked=file)}
+    samples: dict[tuple[int, ...], list[int]] = {}
+    for number, record in _records(content.split(b"\n"), asked=asked):
         place = f"line {number}"
-        try:
-            record = read_json(line)
-        except ValueError as error:
-            raise ConfigError(f"{asked}: {place} is no JSON ({error})") from error
-        if not (isinstance(record, dict) and {"prompt", "completion"} <= record.keys()):
-            raise ConfigError(f'{asked}: {place} needs "prompt" and "completion", two texts or two lists of token ids')
-        ids = []
-        for part in ("prompt", "completion"):
-            value = record[part]
-            if isinstance(value, list) and all(isinstance(one, int) for one in value):
-                ids.append(tuple(value))
-            elif isinstance(value, str) and part == "prompt":
-                ids.append(ids_of(Prompt(text=value), tokenizer, config))
-            elif isinstance(value, str):
-                ids.append(tuple(tokenizer(value, add_special_tokens=False).input_ids))
+        where = f"{asked}: {place}"
+        if isinstance(record.get("response"), dict):
+            pairs = _answers(config, record, requests, tokenizer, where=where)
+        elif not {"prompt", "completion"} <= record.keys():
+            raise ConfigError(f'{where} needs "prompt" and "completion", two texts or two lists of token ids')
+        elif config.prompts:
+            raise ConfigError(f"{file} has no effect: {where} has its prompt")
+        else:
+            pairs = iter([(record["prompt"], record["completion"], ())])
+        for prompt, completion, end in pairs:
+            messages = read_messages(prompt, place) if isinstance(prompt, list) else []
+            if messages:
+                prompt_ids = encode_messages(messages, tokenizer, config.chat_arguments)
+            elif isinstance(prompt, str):
+                prompt_ids = ids_of(Prompt(text=prompt), tokenizer, config)
             else:
-                raise ConfigError(f"{asked}: {part} of {place} must be a text or a list of token ids")
-        if ids[0] and len(ids[1]) > 1:
-            yield FinishedText(
-                prompt_ids=ids[0], token_ids=ids[1], index=number - 1, category=str(record.get("category") or ""),
-                place=place,
-            )  # fmt: skip
+                prompt_ids = _ids(prompt, f"{asked}: prompt of {place}")
+            if isinstance(completion, str):
+                token_ids = (*tokenizer(completion, add_special_tokens=False).input_ids, *end)
+            else:
+                token_ids = _ids(completion, f"{asked}: completion of {place}")
+            if prompt_ids and len(token_ids) > 1:
+                index_sample = samples.setdefault(prompt_ids, [len(samples), -1])
+                index_sample[1] += 1
+                index, sample = index_sample
+                yield FinishedText(
+                    prompt_ids=prompt_ids, token_ids=token_ids, index=index, sample=sample, place=place,
+                    category=str(record.get("category") or ""),
+                )  # fmt: skip
+
+
+def _records(lines: Sequence[bytes], *, asked: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The numbers of lines that are not blank, and their JSON objects."""
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            try:
+                record = read_json(line)
+            except ValueError as error:
+                raise ConfigError(f"{asked}: line {number} is no JSON ({error})") from error
+            yield number, record if isinstance(record, dict) else {}
+
+
+def _answers(
+    config: RunConfig, answer: Mapping[str, Any], requests: Mapping[Any, Any], tokenizer: PreTrainedTokenizerBase, *,
+    where: str,
+) -> Iterator[tuple[Any, Any, tuple[int, ...]]]:  # fmt: skip
+    """The prompt, the completion and the tokens after it of each choice of a line of a batch answer; none of an error.
+
+    The texts of choices lack the token that ended them.
+    """
+    name, response = answer.get("custom_id"), answer["response"]
+    if response.get("status_code", _DONE) != _DONE:
+        return
+    request = requests.get(name)
+    if not isinstance(request, dict):
+        raise ConfigError(f"{where} answers custom_id={name}: give the batch file with this request as prompts=")
+    ours = {"temperature": config.sampling.temperature, "top_p": config.sampling.top_p or 1.0}
+    for key, value in ours.items():
+        if request.get(key) not in {None, value}:
+            raise ConfigError(
+                f"{where} was drawn with {key}={request[key]}, and texts of one law say nothing of another: give "
+                f"sampling.{key}={request[key]}"
+            )
+    prompt, eos = request.get("prompt", request.get("messages")), tokenizer.eos_token_id
+    for choice in (response.get("body") or {}).get("choices") or []:
+        ended = choice.get("finish_reason") == "stop" and not request.get("stop") and eos is not None
+        text = choice.get("text", (choice.get("message") or {}).get("content"))
+        yield prompt, choice.get("token_ids", text), (eos,) if ended else ()
+
+
+def _ids(given: object, what: str) -> tuple[int, ...]:
+    if isinstance(given, list) and all(isinstance(one, int) for one in given):
+        return tuple(given)
+    raise ConfigError(f"{what} must be a text or a list of token ids")

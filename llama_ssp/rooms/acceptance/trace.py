@@ -9,9 +9,9 @@ tokens, D = K + 1.
 import io
 import json
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +32,8 @@ NOT_OF_LAW = {"from_model", "bad_ids", "eos_ids", "by_row"}
 """Settings of sampling that say where others are from, or say them again."""
 OF_TEXTS = ("text_index", "text_sample", "text_law", "text_length", "text_category")
 OF_TOKENS = ("token_id", "log_p", "expected_log_p", "variance_log_p")
-LOG_Q, LOG_RACE = "log_q", "log_race"
-_NUM_BOOTSTRAPS = 1000
+LOG_Q, LOG_RACE, PROPOSED = "log_q", "log_race", "proposed"
+_NUM_BOOTSTRAPS, _NUM_AT_ONCE = 1000, 512
 _NEAR_TIE = 0.5
 """Of greedy text, how far below the best logit a token may stand that another rounding has chosen."""
 
@@ -70,7 +70,11 @@ class Replay:
 
     def rounds(self, num_draft_tokens: int) -> ExpectedRounds:
         """The rounds of all texts."""
-        return arithmetic.rounds_of(self.reach_BTD, self.lengths_B, num_draft_tokens)
+        parts = [
+            arithmetic.rounds_of(self.reach_BTD[some], self.lengths_B[some], num_draft_tokens)
+            for some in _some_at_a_time(len(self.lengths_B))
+        ]
+        return ExpectedRounds(*(np.concatenate(values) for values in zip(*parts, strict=True)))
 
     def tokens_per_round(self, num_draft_tokens: int, *, of_texts: Any = None) -> tuple[float, float, float]:  # noqa: ANN401 - a mask of texts
         """All new tokens but the prefill's over all expected rounds, with a 95 % interval over prompts."""
@@ -152,14 +156,18 @@ class Trace:
     def _firsts(self) -> Any:  # noqa: ANN401 - of tokens of each text
         return np.cumsum(self.arrays["text_length"]) - self.arrays["text_length"]
 
+    def first_of(self, token: int) -> int:
+        """The first token of the text with a token."""
+        return int(self._firsts[np.searchsorted(self._firsts, token, side="right") - 1])
+
     def texts(self, law: int) -> Any:  # noqa: ANN401 - numbers of texts
         """The texts of a law that have a round: of two tokens or more."""
         return np.flatnonzero((self.arrays["text_law"] == law) & (self.arrays["text_length"] > 1))
 
-    def padded(self, name: str, texts: Any, *, filling: float = 0.0) -> Any:  # noqa: ANN401 - (B, N) or (B, N, J)
-        """An array of tokens by text."""
+    def padded(self, name: str, texts: Any, *, filling: float = 0.0, num_tokens: int = 0) -> Any:  # noqa: ANN401 - (B, N) or (B, N, J)
+        """An array of tokens by text, with room for `num_tokens`, or for the longest text."""
         values, lengths = self.arrays[name], self.arrays["text_length"][texts]
-        found = np.full((len(texts), int(lengths.max()), *values.shape[1:]), filling, dtype=np.float64)
+        found = np.full((len(texts), num_tokens or int(lengths.max()), *values.shape[1:]), filling, dtype=np.float64)
         for row, (text, length) in enumerate(zip(texts, lengths, strict=True)):
             found[row, :length] = values[self._firsts[text] : self._firsts[text] + length]
         return found
@@ -170,21 +178,34 @@ class Trace:
             return (AT_ZERO,)
         return (SPECULATIVE,) if self.drafts[draft]["is_certain"] else RULES
 
-    @lru_cache(maxsize=64)  # noqa: B019 - a trace lives as long as the program
     def replay(self, draft: str, law: int, rule: str, longest: int) -> Replay:
         """The rounds of the law's texts with a draft and a rule, up to K = `longest`."""
         texts = self.texts(law)
         lengths = self.arrays["text_length"][texts].astype(np.int64)
         is_ratio, width = rule in {SPECULATIVE, BLOCK} and len(self.rules(draft, law)) > 1, self.drafts[draft]["width"]
-        steps = self.padded(f"{draft}/{LOG_Q if is_ratio else LOG_RACE}", texts, filling=-np.inf)
-        if is_ratio:
-            steps -= _ahead(self.padded("log_p", texts), width)
-        if width == 1:
-            placed = arithmetic.by_left(steps[..., 0], lengths, longest)
-        else:
-            placed = arithmetic.by_left_from(steps, lengths, min(longest, width))
-        reach = arithmetic.reach_of(placed, as_block=rule == BLOCK)
+        reaches, length = [], int(lengths.max())
+        for some in _some_at_a_time(len(texts)):
+            name = f"{draft}/{LOG_Q if is_ratio else LOG_RACE}"
+            steps = self.padded(name, texts[some], filling=-np.inf, num_tokens=length)
+            if is_ratio:
+                steps -= _ahead(self.padded("log_p", texts[some], num_tokens=length), width)
+            if width == 1:
+                placed = arithmetic.by_left(steps[..., 0], lengths[some], longest)
+            else:
+                placed = arithmetic.by_left_from(steps, lengths[some], min(longest, width))
+            reaches.append(arithmetic.reach_of(placed, as_block=rule == BLOCK))
+        reach = np.concatenate(reaches)
         return Replay(reach_BTD=reach, lengths_B=lengths, prompts_B=self.arrays["text_index"][texts])
+
+    def rejected(self, replay: Replay, law: int, num_draft_tokens: int) -> Any:  # noqa: ANN401 - (3, N of the law)
+        """The number of each token but a text's first, the rounds that draft it, and those that reject it."""
+        of_texts = arithmetic.rejected(replay.reach_BTD, replay.rounds(num_draft_tokens), num_draft_tokens)
+        rows = zip(self._firsts[self.texts(law)], replay.lengths_B, of_texts.swapaxes(0, 1), strict=True)
+        found = [
+            np.vstack([np.arange(first + 1, first + length), counts[:, 1:length][:, ::-1]])
+            for first, length, counts in rows
+        ]
+        return np.concatenate(found, axis=1)
 
     def most_drafted(self, draft: str) -> int | None:
         """The largest K that it knows; None if every K follows, as of drafts whose laws depend on the text alone."""
@@ -219,6 +240,11 @@ class Trace:
         is_possible = own > (-_NEAR_TIE if self.temperatures[law] == 0 else -np.inf)
         apart = (expected - own)[is_possible].sum() / max(float(variance[is_possible].sum()) ** 0.5, 1e-9)
         return 1 - float(is_possible.mean()), 0.0 if self.temperatures[law] == 0 else float(apart)
+
+
+def _some_at_a_time(num_texts: int) -> Iterator[slice]:
+    """Divide texts, so that intermediate results of all of them are never in memory at once."""
+    return (slice(first, first + _NUM_AT_ONCE) for first in range(0, num_texts, _NUM_AT_ONCE))
 
 
 def _ahead(values_BN: Array, width: int) -> Array:

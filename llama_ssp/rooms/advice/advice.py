@@ -53,8 +53,8 @@ def warnings(spec: PlanSpec, hardware: HardwareConfig, timed: Timing) -> Iterato
         where = f"{'alone ' if alone else ''}on {_place(hardware, len(spec.draft_ranks))}"
         verb, most = ("cannot gain", "no K gains") if best <= 1 else ("loses", f"the best, K={number}, {best:.2f}x")
         yield (
-            f"the draft {verb}: {spec.draft.name} {where} costs {timed.cost_ratio:.2f} of a step of "
-            f"{spec.target.name} on {_place(hardware, len(spec.target_ranks))}; "
+            f"the draft {verb}: {spec.draft.label} {where} costs {timed.cost_ratio:.2f} of a step of "
+            f"{spec.target.label} on {_place(hardware, len(spec.target_ranks))}; "
             f"K={timed.num_draft_tokens} gives {asked:.2f}x, {most}{better}"
         )
     elif better:
@@ -117,7 +117,7 @@ def better_draft(spec: PlanSpec, hardware: HardwareConfig, timed: Timing) -> Ite
     here, most = timed.plain_s / min(timed.by_num_draft_tokens), max(gains)
     if gains[most] and most >= CLEAR_GAIN * here and accepted(f"draft={gains[most]}"):
         yield (
-            f"draft={gains[most]} is forecast to give {most:.2f}x with its best K, {spec.draft.name} {here:.2f}x with "
+            f"draft={gains[most]} is forecast to give {most:.2f}x with its best K, {spec.draft.label} {here:.2f}x with "
             "its own"
         )
 

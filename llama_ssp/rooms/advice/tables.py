@@ -23,19 +23,20 @@ _WIDE = 100
 """Columns in which a model stands in one line with its format."""
 
 
-def print_search(found: Search, console: Console | None = None) -> None:
-    """Print the best choices on a console or on standard output, with what does not fit struck out."""
+def print_search(found: Search, console: Console | None = None, *, is_full: bool = False) -> None:
+    """Print the best choices, or all, on a console or on standard output, with what does not fit struck out."""
     console = console or StandardOutput()
     choices, unit = found.choices, found.machine.unit
+    shown, between = [*choices] if is_full else printed(choices), " " if console.width >= _WIDE else "\n"
+    number = f"all {len(choices)}" if is_full else f"{len(shown)} of {len(choices)}, which format=full has"
     title = (
-        f"Choices on {literal(found.machine.name)}, the fastest of each precision first: {MOST_CHOICES} of "
-        f"{len(choices)}, which format=json has. ms/token of a completion after its first token, tokens/s over all "
-        f"rows and replicas, replicas x {unit}s of each, GiB of the fullest rank"
+        f"Choices on {literal(found.machine.name)}, the fastest of each precision first: {number}. ms/token of a "
+        f"completion after its first token, tokens/s over all rows and replicas, replicas x {unit}s of each, GiB of "
+        "the fullest rank"
     )
     table = Table(padding=0, pad_edge=False, box=box.SIMPLE_HEAD)
     for name in ("#", "target", "draft", "K", f"{unit}s", "ms/token", "tokens/s", "gain", "GiB"):
         table.add_column(name, justify="left" if name in {"target", "draft"} else "right", no_wrap=True)
-    shown, between = printed(choices), " " if console.width >= _WIDE else "\n"
     overlap = f"overlaps,{between}untried" if found.machine.device == "cuda" else "overlaps"
     for choice in shown:
         table.add_row(*_row(choice, between, overlap))

@@ -20,10 +20,11 @@ from llama_ssp.storage.formats import (
     Product,
     StorageFormat,
 )
+from llama_ssp.words import installing
 
 NF4_GROUP = 64
 """Inputs that share a word."""
-BITSANDBYTES = Package("bitsandbytes", ".venv/bin/python -m pip install -e '.[bitsandbytes]' -c .venv/constraints.txt")
+BITSANDBYTES = Package("bitsandbytes", installing("bitsandbytes"))
 _SLOWDOWN = 4.0  # Relative to fp16 on GPUs: 3-5x as published, nearly constant from 1 to K + 1 rows.
 BNB_STATE = "weight.quant_state.bitsandbytes__"
 """The prefix of the kind in the last part of the name of a tensor with JSON."""

@@ -31,7 +31,7 @@ from torch.nn.functional import pad
 from llama_ssp.models.prefill import Buckets, Prompts
 from llama_ssp.models.upload import to_device
 from llama_ssp.rooms.copies.records import TABLE_BITS, NgramConfig
-from llama_ssp.speculate.drafters.drafter import DrafterParts
+from llama_ssp.speculate.drafters.drafter import DrafterParts, with_forced
 from llama_ssp.speculate.sampling.context import Rows
 from llama_ssp.speculate.sampling.draft import Draft
 from llama_ssp.speculate.sampling.trees import Tree
@@ -87,7 +87,9 @@ class NgramDrafter:
         matches_BS = self._matches(tokens_BS, lengths_B1)
         period_B1 = _period(matches_BS, lengths_B1)
         if self._tree:
-            ids_BN = self._draft_tree(self._tree, tokens_BS, lengths_B1, matches_BS, period_B1)
+            ids_BN = self._draft_tree(
+                self._tree, tokens_BS, lengths_B1, matches_BS, period_B1, forced_BK=rows.forced_BK
+            )
             return Draft(ids_BN, nodes=self._tree.nodes(ids_BN.shape[0]))
         offsets_K = self._offsets_K[:num_tokens]
         ids_BK = tokens_BS.gather(1, lengths_B1 - period_B1 + offsets_K % period_B1)
@@ -98,19 +100,22 @@ class NgramDrafter:
             matched_B1, copied_BK = texts.find(tokens_BS, lengths_B1, offsets_K)
             ids_BK = torch.where(matched_B1 > longest_B1, copied_BK, ids_BK)
             longest_B1 = longest_B1.maximum(matched_B1)
+        if rows.forced_BK.shape[1]:
+            ids_BK, _ = with_forced(rows.forced_BK[:, :num_tokens], ids_BK, None, range(0))
         tokens_BS.scatter_(1, lengths_B1 + offsets_K, ids_BK)
         return Draft(ids_BK)
 
     def _draft_tree(
-        self, tree: Tree, tokens_RS: Tensor, lengths_R1: Tensor, matches_RS: Tensor, period_R1: Tensor
-    ) -> Tensor:
-        """Return the ids (B, N) of trees from the rows and matches of their roots.
+        self, tree: Tree, tokens_RS: Tensor, lengths_R1: Tensor, matches_RS: Tensor, period_R1: Tensor,
+        *, forced_BK: Tensor,
+    ) -> Tensor:  # fmt: skip
+        """Return the ids (B, N) of trees from the rows and matches of their roots; first children may be forced.
 
         Each node has a row of its own: its text and its path. `period_R1` is how far before the end its copy goes on.
         """
         num_rows = lengths_R1.shape[0]
         drafted: list[Tensor] = []
-        for width in tree.shape.widths:
+        for depth, width in enumerate(tree.shape.widths):
             if drafted and width > 1:
                 matches_RS = self._matches(tokens_RS, lengths_R1)
             ids, periods = [tokens_RS.gather(1, lengths_R1 - period_R1)], [period_R1]
@@ -118,7 +123,14 @@ class NgramDrafter:
                 matches_RS = matches_RS * (tokens_RS != ids[-1])
                 periods.append(_period(matches_RS, lengths_R1))
                 ids.append(tokens_RS.gather(1, lengths_R1 - periods[-1]))
-            drafted.append(torch.cat(ids, dim=1).view(num_rows, -1))
+            ids_BX = torch.cat(ids, dim=1).view(num_rows, -1)
+            if forced_BK.shape[1]:
+                forced_B1, (copied_BW, others_BX) = forced_BK[:, depth : depth + 1], ids_BX.tensor_split([width], dim=1)
+                first_B1 = copied_BW[:, :1]
+                copied_BW = torch.where(copied_BW == forced_B1, first_B1, copied_BW)  # no token is a child twice
+                first_B1, _ = with_forced(forced_B1, first_B1, None, range(0))
+                ids_BX = torch.cat([first_B1, copied_BW[:, 1:], others_BX], dim=1)
+            drafted.append(ids_BX)
             tokens_RS, lengths_R1 = (part.repeat_interleave(width, dim=0) for part in (tokens_RS, lengths_R1))
             tokens_RS.scatter_(1, lengths_R1, drafted[-1].view(-1, 1))  # a copy: the batch keeps its text
             lengths_R1, period_R1 = lengths_R1 + 1, torch.cat(periods, dim=1).view(-1, 1)

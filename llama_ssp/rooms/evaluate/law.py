@@ -14,7 +14,8 @@ own, in the order of their ids, and all others are the last symbol. Laws are for
 rows at a time: the minimum of two sums is not the sum of the minima.
 
 Shapes: B sequences, V vocabulary, A symbols, F scores of texts, E of residuals, G faults, N tokens looked back at,
-X = 3 + G numbers of a score, C blocks of a draw.
+X = 4 + G numbers of a score, C blocks of a draw,
+K drafted tokens of a round whose beginning is hidden.
 """
 
 from typing import NamedTuple
@@ -35,6 +36,8 @@ _MOST_RATIO = 3.0
 _TINY, _ROUNDING, _NEVER = 1e-30, 1e-6, 1e30
 _MOST_AT_ONCE = 2**20
 """Probabilities of a model whose laws are formed together."""
+_OF_SCORE = 4
+"""Numbers of a score beside those of faults."""
 _LEAST_REST = 1e-3
 """Mass of a residual; of a smaller one rounding is too large a share."""
 
@@ -66,7 +69,11 @@ class LawSums:
         self._drift_B1 = torch.zeros(batch_size, 1, device=device, dtype=torch.float64)
         self._weight_B1 = torch.ones(batch_size, 1, device=device)
         self._depth_B1 = torch.zeros(batch_size, 1, device=device, dtype=torch.int64)
-        self._sums_BXF = torch.zeros(batch_size, 3 + len(FAULTS), len(SCORES), device=device, dtype=torch.float64)
+        self._chances_BK = torch.zeros(batch_size, rounds.longest + 1, device=device, dtype=torch.float64)
+        self._chances_BK[:, 0] = 1.0
+        self._sums_BXF = torch.zeros(
+            batch_size, _OF_SCORE + len(FAULTS), len(SCORES), device=device, dtype=torch.float64
+        )
         is_known, is_chain = rounds.num_known > 0, not rounds.widths
         has_siblings = is_known and rounds.rule != CERTAIN and rounds.widths[:1] > (1,)
         of_rounds = [is_known and is_chain and rounds.rule in rules for rules in FAULTS.values()]
@@ -88,7 +95,7 @@ class LawSums:
         parts = zip(*(of_all.split(num_rows) for of_all in given), strict=True)
         laws = _Laws(*map(torch.cat, zip(*(self._laws(*part) for part in parts), strict=True)))
         ids_BA, is_drafted_B1 = laws.ids_BA, (roles_B1 == Role.accepted) | (roles_B1 == Role.resampled)
-        counts_BG, is_moved_BG = self._having(roles_B1, is_drafted_B1)
+        counts_BG, moved_BG = self._having(roles_B1, is_drafted_B1)
         scores_BFA = _scores(
             laws, is_newest_BA=(ids_BA[..., None] == newest_BN[:, None]).any(-1), drift_B1=self._drift_B1,
             is_first_B1=is_drafted_B1 & (self._depth_B1 == 0), counts_BG=counts_BG,
@@ -102,7 +109,7 @@ class LawSums:
         of_rests_BXE = _moments(ratios_BEA, laws.rest_BA, laws.residuals_BEA, symbol_B1) * is_rest_B1[..., None]
         of_rests_BXE = pad(of_rests_BXE, (0, 0, 0, of_texts_BXF.shape[1] - of_rests_BXE.shape[1]))
         new_BXF = torch.cat([of_texts_BXF, of_rests_BXE * self._rounds.sees_rejections], dim=2)
-        new_BXF[:, 3:] *= is_moved_BG[..., None]
+        new_BXF[:, _OF_SCORE:] *= moved_BG[..., None]
         reaches_BF = torch.maximum(self._sums_BXF[:, 2], new_BXF[:, 2])
         self._sums_BXF += new_BXF
         self._sums_BXF[:, 2] = reaches_BF
@@ -113,13 +120,16 @@ class LawSums:
         if self._rounds.rule == BLOCK:
             grown_B1 = self._weight_B1 * target_BV.gather(1, next_B1) / draft_BV.gather(1, next_B1).clamp_min(_TINY)
             self._weight_B1 = torch.where(is_accepted_B1, grown_B1.clamp(_ROUNDING, 1.0), 1.0)
+        accepted_B1 = laws.accepted_BA.gather(1, symbol_B1) / laws.target_BA.gather(1, symbol_B1).clamp_min(_TINY)
+        on_BK = self._chances_BK[:, :-1] * accepted_B1.clamp(0, 1)
+        self._chances_BK = torch.cat([1 - on_BK.sum(1, keepdim=True), on_BK], dim=1)
 
     def of_texts(self) -> list[TextSums]:
         """The sums of each row."""
-        return [TextSums._make([*numbers[:3], numbers[3:]]) for numbers in self._sums_BXF.tolist()]
+        return [TextSums._make([*numbers[:_OF_SCORE], numbers[_OF_SCORE:]]) for numbers in self._sums_BXF.tolist()]
 
     def _having(self, roles_B1: Tensor, is_drafted_B1: Tensor) -> tuple[Tensor, Tensor]:
-        """Whether these tokens can have each fault, and whether the text says how it moves their law, both (B, G)."""
+        """Whether these tokens can have each fault, and the chance that they have one whose law is known: (B, G)."""
         is_bonus_B1, is_first_B1 = roles_B1 == Role.bonus, self._depth_B1 == 0
         is_known_B1 = self._depth_B1 < self._rounds.num_known
         is_later_B1 = (is_drafted_B1 | is_bonus_B1) & ~is_first_B1
@@ -127,7 +137,12 @@ class LawSums:
         can_BG = torch.cat([is_drafted_B1.expand(-1, num_of_drafts), is_later_B1, is_bonus_B1], dim=1)
         # Of later tokens of a tree's path the text does not say which siblings were rejected before them.
         known = [is_known_B1.expand(-1, num_of_drafts - 1), is_first_B1, is_later_B1, is_known_B1]
-        return can_BG | ~self._of_rounds_G, can_BG & torch.cat(known, dim=1) & self._of_rounds_G
+        can_BG, moved_BG = can_BG | ~self._of_rounds_G, can_BG & torch.cat(known, dim=1) & self._of_rounds_G
+        # The last place of a round has the bonus token, the others drafted ones; penalties that forget are not judged.
+        ends_B1, is_hidden_B1 = self._chances_BK[:, -1:], roles_B1 == Role.hidden
+        hidden = [(1 - ends_B1).expand(-1, num_of_drafts), torch.zeros_like(ends_B1), ends_B1]
+        hidden_BG = torch.cat(hidden, dim=1) * self._of_rounds_G
+        return can_BG | is_hidden_B1, torch.where(is_hidden_B1, hidden_BG, moved_BG.double())
 
     def _laws(self, target_BV: Tensor, draft_BV: Tensor, forgetful_BV: Tensor, weight_B1: Tensor) -> _Laws:
         """The laws of the next token of some rows."""
@@ -182,8 +197,10 @@ def _moments(scores_BFA: Tensor, law_BA: Tensor, faulty_BGA: Tensor, symbol_B1: 
     values_BF1 = scores_BFA.gather(2, symbol_B1[:, None].expand(-1, scores_BFA.shape[1], -1))
     variances_BF1 = scores_BFA.square() @ law_BA[..., None]
     reaches_BF1 = (scores_BFA * (law_BA > 0)[:, None]).abs().amax(-1, keepdim=True)
+    highest_BF1, lowest_BF1 = scores_BFA.amax(-1, keepdim=True), scores_BFA.amin(-1, keepdim=True)
     shifts_BFG = scores_BFA @ faulty_BGA.transpose(1, 2)
-    return torch.cat([values_BF1, variances_BF1, reaches_BF1, shifts_BFG], dim=2).transpose(1, 2)
+    numbers = [values_BF1, variances_BF1, reaches_BF1, highest_BF1 - lowest_BF1, shifts_BFG]
+    return torch.cat(numbers, dim=2).transpose(1, 2)
 
 
 def _with_drafts_uniforms(rest_BV: Tensor, draft_BV: Tensor, rejected_BV: Tensor) -> Tensor:

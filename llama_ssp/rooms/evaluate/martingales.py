@@ -10,7 +10,7 @@ improbable a sum is, also where few and rare tokens make it up, as with the prop
 import math
 import sys
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from statistics import NormalDist
 from typing import NamedTuple
@@ -57,6 +57,8 @@ class Role(IntEnum):
     """Drawn after a whole accepted draft."""
     other = 4
     """A token of a round whose draft does not count, or without one."""
+    hidden = 5
+    """A token of a text that does not say where its rounds begin."""
 
 
 def roles_of(
@@ -84,6 +86,7 @@ class Rounds:
         penalizes: the target's probabilities depend on which tokens were drafted before.
         num_known: how many tokens of a round, from the first on, have the draft's probabilities after the text before
             them: one of a head, which drafts a second token from what it has made of the first.
+        longest: K of texts that hide their rounds: how far a fault moves them follows from where rounds may begin.
     """
 
     rule: str = DEFAULT
@@ -91,6 +94,7 @@ class Rounds:
     sees_rejections: bool = False
     penalizes: bool = False
     num_known: int = sys.maxsize
+    longest: int = 1
 
 
 ANY_ROUNDS = Rounds()
@@ -103,12 +107,14 @@ class TextSums(NamedTuple):
         values: of the scores, minus their expectations.
         variances: of the values, as the target's probabilities give them.
         reaches: the farthest that one token can move a value.
+        ranges: the farthest that a law at total variation 1 moves the values on average: as large as their ranges.
         shifts: what each of `FAULTS` adds to the values on average; 0 for faults that such rounds cannot have.
     """
 
     values: Sequence[float]
     variances: Sequence[float]
     reaches: Sequence[float]
+    ranges: Sequence[float]
     shifts: Sequence[Sequence[float]]
 
 
@@ -119,7 +125,17 @@ class Sum:
     value: float
     variance: float
     reach: float
+    range: float
     shifts: tuple[float, ...]
+
+    def within(self, variation: float) -> "Sum":
+        """What is left of the sum, and of what faults add, if the law may be apart by this total variation."""
+        most = variation * self.range
+
+        def left(value: float) -> float:
+            return math.copysign(max(abs(value) - most, 0.0), value)
+
+        return replace(self, value=left(self.value), shifts=tuple(map(left, self.shifts)))
 
     @property
     def varies(self) -> bool:
@@ -156,6 +172,7 @@ def sums_of(texts: Iterable[TextSums]) -> dict[str, Sum]:
             value=sum(text.values[place] for text in given),
             variance=sum(text.variances[place] for text in given),
             reach=max((text.reaches[place] for text in given), default=0.0),
+            range=sum(text.ranges[place] for text in given),
             shifts=tuple(sum(text.shifts[fault][place] for text in given) for fault in range(len(FAULTS))),
         )
         for place, name in enumerate(SCORES)

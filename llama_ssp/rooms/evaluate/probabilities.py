@@ -31,7 +31,7 @@ from llama_ssp.rooms.evaluate.martingales import ANY_ROUNDS, Role, Rounds, TextS
 from llama_ssp.run.session import Session
 from llama_ssp.settings.drafters import drafter_of
 from llama_ssp.settings.rules import DEFAULT
-from llama_ssp.settings.schema import VerificationConfig
+from llama_ssp.settings.schema import RunConfig, SamplingConfig, VerificationConfig
 from llama_ssp.speculate.drafters.drafter import Drafter
 from llama_ssp.speculate.drafters.maker import make_drafters
 from llama_ssp.speculate.engine.likelihoods import Law, log_probs_of
@@ -56,10 +56,14 @@ class SampledText:
 
 
 class TextScore(NamedTuple):
-    """The log-probability of every new token under the target, and the sums of a text with roles."""
+    """The log-probability of every new token under the target, and of a text with roles its sums.
+
+    `expected` is the sum of what the log-probabilities are on average, of a text with roles.
+    """
 
     log_probs: list[float]
     sums: TextSums | None = None
+    expected: float = 0.0
 
 
 class Scorer:
@@ -69,7 +73,8 @@ class Scorer:
         target: all ranks of the model must make the same calls.
         longest: the most tokens of a prompt and its text.
         num_positions: T, positions of a forward.
-        drafter: makes the draft's probabilities for texts with roles; all its ranks must make the same calls.
+        drafter: makes the draft's probabilities for texts with roles; all its ranks must make the same calls. Without
+            one, the target's stand for them.
         reports: this rank has the probabilities of both models; others only take part, and their scores are empty.
         taps: of the target, if the drafter is a head.
         rounds: how the texts with roles were decoded.
@@ -113,25 +118,34 @@ class Scorer:
             drafter = self._drafter if batch[0].roles else None
             if drafter:
                 drafter.prefill(prompts, rows=rows, buckets=self._buckets)
-            law = LawSums(len(rows), device, self._rounds) if drafter and self._reports else None
+            law = LawSums(len(rows), device, self._rounds) if batch[0].roles and self._reports else None
             begins_BS = _round_starts(roles_BT, first=length) if law and self._rounds.penalizes else None
-            values = [tokens_BS.new_empty(len(rows), 0)]
+            values, means = [tokens_BS.new_empty(len(rows), 0)], [tokens_BS.new_empty(len(rows), 0)]
             scored = self._log_probs_of(tokens_BS, first_BV, length=length, begins_BS=begins_BS)
             for place, (log_probs_BV, forgetful_BV) in enumerate(scored, start=length):
                 next_B1 = tokens_BS[:, place, None]
                 if self._reports:
                     values.append(log_probs_BV.gather(1, next_B1))
-                if drafter and place > length:
-                    draft_BV = self._draft(drafter, tokens_BS, place, first=length, vocab_size=log_probs_BV.shape[-1])
+                    if law:
+                        means.append((log_probs_BV.exp() * log_probs_BV).sum(1, keepdim=True))
+                if batch[0].roles and place > length:
+                    draft_BV, vocab_size = log_probs_BV, log_probs_BV.shape[-1]
+                    if drafter:
+                        draft_BV = self._draft(drafter, tokens_BS, place, first=length, vocab_size=vocab_size)
                     if law:
                         law.add(
-                            next_B1, log_probs_BV.exp(), draft_BV, roles_B=roles_BT[:, place - length],
+                            next_B1, log_probs_BV.exp(), draft_BV if drafter else draft_BV.exp(),
+                            roles_B=roles_BT[:, place - length],
                             newest_BN=tokens_BS[:, max(0, place - NUM_NEWEST) : place],
                             forgetful_BV=None if forgetful_BV is None else forgetful_BV.exp(),
                         )  # fmt: skip
             sums = law.of_texts() if law else [None] * len(batch)
-            found = zip(torch.cat(values, dim=1).tolist(), batch, sums, strict=False)
-            yield [TextScore(row[: len(text.token_ids)], of_text) for row, text, of_text in found]
+            numbers = (torch.cat(one, dim=1).tolist() for one in (values, means))
+            found = zip(*numbers, batch, sums, strict=False)
+            yield [
+                TextScore(row[: len(text.token_ids)], of_text, sum(mean[: len(text.token_ids)]))
+                for row, mean, text, of_text in found
+            ]
 
     def _log_probs_of(
         self, tokens_BS: Tensor, first_BV: Tensor, *, length: int, begins_BS: Tensor | None
@@ -183,15 +197,20 @@ def _rows(tokens_BS: Tensor, length: int, *, num_given: int) -> Rows:
 
 
 @torch.inference_mode()
-def score(session: Session, texts: Sequence[SampledText], *, rounds: Rounds) -> list[TextScore]:
+def score(
+    session: Session, texts: Sequence[SampledText], *, rounds: Rounds, sampling: SamplingConfig | None = None
+) -> list[TextScore]:
     """Return the scores of every text, the same on every rank; none for no texts.
 
-    Every rank gives the same texts. Shows its progress. Raises InterruptedRun on every rank if stopped.
+    Texts with roles have sums, without a draft those that need none. `sampling` is by default the run's. Every rank
+    gives the same texts. Shows its progress. Raises InterruptedRun on every rank if stopped.
     """
     mesh, config = session.models.mesh, session.config
+    config = replace(config, sampling=sampling or config.sampling)
     share = list(enumerate(texts))[mesh.number :: config.placement.num_replicas]
     taps = session.models.make_taps()
-    drafter = _drafter(session, taps) if any(text.roles for text in texts) else None
+    has_roles = any(text.roles for text in texts)
+    drafter = _drafter(session, config, taps) if has_roles and session.models.drafts else None
     is_reporting = mesh.replica.rank == mesh.layout.verify_rank
     scorer = None
     if texts and (mesh.target or drafter):
@@ -225,12 +244,12 @@ def score(session: Session, texts: Sequence[SampledText], *, rounds: Rounds) -> 
     if any(was_stopped for was_stopped, _ in results):
         raise InterruptedRun.in_folder(config.run_dir)
     rows = sorted(row for _, found in results for row in found)
-    return [TextScore(log_probs, sums and TextSums(*sums)) for _, (log_probs, sums) in rows]
+    return [TextScore(log_probs, sums and TextSums(*sums), mean) for _, (log_probs, sums, mean) in rows]
 
 
-def _drafter(session: Session, taps: Taps | None) -> Drafter:
+def _drafter(session: Session, config: RunConfig, taps: Taps | None) -> Drafter:
     """The run's first drafter, with its probabilities, which all ranks of a replica ask together."""
-    models, config = session.models, replace(session.config, verification=VerificationConfig(rule=DEFAULT))
+    models, config = session.models, replace(config, verification=VerificationConfig(rule=DEFAULT))
     config = replace(config, speculation=replace(config.speculation, overlap=False, tree=None))
     config = replace(config, draft=drafter_of(config.draft).alone(config.draft))  # a score depends on no other text
     drafter, *_ = make_drafters(

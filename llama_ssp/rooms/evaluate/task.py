@@ -71,7 +71,7 @@ def _hidden(session: Session) -> Iterator[str]:
 def rounds_of(config: RunConfig, *, has_head: bool) -> Rounds:
     """Describe how the speculative rounds of a run, perhaps with a draft head or an MTP layer, draft and verify."""
     draft, rule, tree = config.draft, config.verification.rule, config.speculation.tree_shape
-    is_certain = drafts_greedily(draft) or not drafter_of(draft).has_model or bool(tree and tree.is_dynamic)
+    is_certain = drafts_greedily(draft) or drafter_of(draft).is_certain or bool(tree and tree.is_dynamic)
     if is_certain and rule in {DEFAULT, BLOCK}:
         rule = CERTAIN
     num_known = 1 if has_head else ANY_ROUNDS.num_known

@@ -7,82 +7,49 @@ at once, from mask tokens in place of tokens to come:
     kind      public layouts                                    reads                     blocks
     eagle3    of the authors; `speculators`                     pairs of tap and token    one token
     peagle    the same, with the id of a mask token             pairs, then masks         causal
-    dflash    `speculators` (dflash, dspark); `dflash_config`   keys and values of taps,  each position sees all
-              of its authors; DeepSpec's, of DFlash and DSpark  then anchor and masks
+    dflash    `speculators` (dflash, dspark, dflash2); the      keys and values of taps,  see `reaches`
+              flat one of its authors, 1 and 2; DeepSpec's      then anchor and masks
 
 DSpark is a DFlash with a Markov head, which adds to the logits of a position what follows the token drafted before it.
-`sources` reads the tensors.
+DFlash 2 scores the most probable tokens of a position by the token drafted before it, and convolves what its layers
+read and add over the block. `kinds` says which kind a file is of; `sources` reads the tensors.
 
 Source: arXiv:2503.01840 (EAGLE-3), 2602.01469 (P-EAGLE), 2602.06036 (DFlash), 2607.05147 (DSpark); `speculators` 0.6,
 github.com/z-lab/dflash and github.com/deepseek-ai/DeepSpec.
 """
 
-import json
 import math
-import pickletools
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-from zipfile import ZipFile
 
 from llama_ssp.architectures.family import Family
 from llama_ssp.architectures.matrices import Inventory, Matrix, decoder
 from llama_ssp.catalogue import NUM_TAPS, ModelShape
 from llama_ssp.errors import CheckpointError
+from llama_ssp.rooms.heads.kinds import (
+    DFLASH,
+    DFLASH2,
+    DSPARK,
+    EAGLE3,
+    PEAGLE,
+    SPECULATOR,
+    fields_of_blocks,
+    kind_of,
+    refuse_other_heads,
+)
+from llama_ssp.rooms.heads.reaches import ALL, OF_REACHES, Reach, reaches_of
 
-EAGLE3, PEAGLE, DFLASH = "eagle3", "peagle", "dflash"
-_SPECULATOR, _KINDS = "speculators_model_type", {EAGLE3: EAGLE3, PEAGLE: PEAGLE, DFLASH: DFLASH, "dspark": DFLASH}
 _LAYERS_BEFORE = "target_layer_ids"
 _MASKS = "mask_token_id", "ptd_token_id"
-_DEEPSPEC = "Qwen3DSparkModel"
-_ONE_PASS = re.compile(r"dflash|dspark|p-?eagle", re.IGNORECASE)
-FC, MARKOV = "fc", "markov_head"
-"""The product of a head that maps taps to a hidden state, and the head that joins drafted tokens."""
+FC, MARKOV, SELECTOR = "fc", "markov_head", "candidate_selector"
+"""The product of a head that maps taps to a hidden state, and the parts that join drafted tokens."""
 MASK = "mask_hidden"
 """The tensor of taps that mask tokens are read with."""
 MARKOV_HEADS = "vanilla", "gated", "rnn"
-
-
-_OTHER_HEADS = {
-    r".*medusa.*": "Medusa heads", r"mlp|.*mlp_?speculator.*": "an MLP speculator",
-    r"eagle(model)?|.*forcausallmeagle": "a head of EAGLE-1 or 2",
-}  # fmt: skip
-"""Heads that are not read, by what their files call them."""
-_EAGLE = {"fc.weight", "layers.0.mlp.up_proj.weight"}
-"""Tensors of a head of EAGLE-1 or 2, whose config.json is mostly that of a Llama of one layer."""
-_MAX_HEADER_BYTES = 2**20
-_HEADS_READ = (
-    "of draft heads those of EAGLE-3, P-EAGLE, DFlash and DSpark are read: give one of them in safetensors, or another "
-    "draft"
-)
-
-
-def _refuse_other_heads(content: Mapping[str, Any], file: Path) -> None:
-    """Raise CheckpointError for the config.json of a draft head of a kind that is not read."""
-    named = [content.get("speculators_model_type"), content.get("model_type"), *(content.get("architectures") or [])]
-    named += ["medusa"] * ("medusa_num_heads" in content)
-    if content.get("num_hidden_layers") == 1 and content.keys().isdisjoint({"draft_vocab_size", _SPECULATOR}):
-        named += ["eagle"] * (_names_in(file.parent) >= _EAGLE)
-    for name in named:
-        for pattern, what in _OTHER_HEADS.items():
-            if re.fullmatch(pattern, str(name).lower()):
-                raise CheckpointError(f"{file} describes {what}, and {_HEADS_READ}")
-
-
-def _names_in(folder: Path) -> set[str]:
-    """The names of tensors, and other texts, in a folder's file of weights, of which none runs; none if unreadable."""
-    try:
-        if (pickled := folder / "pytorch_model.bin").is_file():
-            with ZipFile(pickled) as stored:
-                found = [each for each in stored.infolist() if each.filename.endswith("/data.pkl")]
-                parts = [stored.read(each) for each in found if each.file_size <= _MAX_HEADER_BYTES]
-            return {text for part in parts for _, text, _ in pickletools.genops(part) if isinstance(text, str)}
-        with (folder / "model.safetensors").open("rb") as file:
-            return set(json.loads(file.read(min(int.from_bytes(file.read(8), "little"), _MAX_HEADER_BYTES))))
-    except Exception:  # noqa: BLE001 - whatever a damaged file raises
-        return set()
+CONVOLUTIONS = "attention_conv", "mlp_conv"
+"""Of a layer of DFlash 2, around attention and MLP."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,11 +71,22 @@ class HeadConfig:
     drafts_at_anchor: bool  # the position of the newest token drafts the first token, else the first mask's does.
     markov_rank: int  # width of the Markov head; 0 without.
     markov_head: str  # one of `MARKOV_HEADS`.
+    reaches: tuple[Reach, ...] = ()  # of the layers of a block.
+    selector: tuple[int, int] | None = None  # of DFlash 2: width of its selector, and tokens that it scores.
+    convolution: tuple[int, int] = (0, 0)  # of DFlash 2: positions that a convolution reads, and features of a group.
+    norms_last: bool = False  # a tap of the last layer's output is one of the final norm's.
+    embedding_scale: float = 1.0
+    logits_scale: float = 1.0
+    softcap: float = 0.0  # logits are bent to less than that; 0 without.
     source = "llama_ssp.rooms.heads.sources:source_of"
 
     def layers_of(self, num_layers: int) -> tuple[int, ...]:
-        """The tapped layers of a target of `num_layers`, counted from 0."""
-        return self.layers or (2, num_layers // 2, num_layers - 3)
+        """The tapped layers of a target of `num_layers`, counted from 0; see `TapSource.layers`.
+
+        Of the last layer's output, trainers that read it from transformers have it normed, and others as it is.
+        """
+        layers = self.layers or (2, num_layers // 2, num_layers - 3)
+        return tuple(layer + (layer == num_layers and not self.norms_last) for layer in layers)
 
     def shape_over(self, layers: ModelShape) -> ModelShape:
         """The sizes of the head, from the sizes `layers` of a model whose layers are as its own."""
@@ -116,8 +94,28 @@ class HeadConfig:
             layers, model_type=self.kind, vocab_size=self.draft_vocab_size, tie_word_embeddings=False,
             target_vocab_size=layers.vocab_size, target_hidden_size=self.target_hidden_size,
             num_taps=len(self.layers) if self.layers else NUM_TAPS, most_drafted=self.most_drafted,
-            markov_size=sum(map(math.prod, self.markov_sizes(layers.hidden_size, layers.vocab_size).values())),
+            markov_size=sum(map(math.prod, self.joining_sizes(layers.hidden_size, layers.vocab_size).values())),
         )  # fmt: skip
+
+    @property
+    def sees_all(self) -> bool:
+        """Whether each position of a block sees everything."""
+        return all(reach == ALL for reach in self.reaches)
+
+    def joining_sizes(self, width: int, vocab_size: int) -> dict[str, tuple[int, ...]]:
+        """The shapes of the tensors that join the tokens of a block, over `vocab_size` tokens of the target."""
+        sizes = {f"{MARKOV}.{name}": size for name, size in self.markov_sizes(width, vocab_size).items()}
+        if self.selector:
+            rank, _ = self.selector
+            books = f"{SELECTOR}.predecessor_codebook.weight", f"{SELECTOR}.successor_codebook.weight"
+            sizes |= dict.fromkeys(books, (vocab_size, rank)) | {f"{SELECTOR}.hidden_projection.weight": (rank, width)}
+        kernel, group = self.convolution
+        for layer in range(len(self.reaches) if kernel else 0):
+            for name in CONVOLUTIONS:
+                place = f"layers.{layer}.{name}"
+                sizes[f"{place}.base_kernel"] = (2, kernel, width)
+                sizes[f"{place}.kernel_projection.weight"] = (2 * kernel * (width // group), width)
+        return sizes
 
     def markov_sizes(self, width: int, vocab_size: int) -> dict[str, tuple[int, ...]]:
         """The shapes of the Markov head's tensors, over `vocab_size` tokens of the target."""
@@ -132,27 +130,35 @@ class HeadConfig:
         return sizes if rank else {}
 
 
+def is_padded_alike(size: int, other: int) -> bool:
+    """Whether vocabularies of these sizes can be one, padded in two ways: they differ by less than a hundredth."""
+    return 100 * abs(size - other) < max(size, other)
+
+
 def read_head_config(content: Mapping[str, Any], file: Path) -> HeadConfig | None:
     """Read the config.json of a head; None if it is a model's. CheckpointError for a faulty one."""
-    _refuse_other_heads(content, file)
-    found = _kind_of(content, file)
+    refuse_other_heads(content, file)
+    found = kind_of(content, file)
     if found is None:
         return None
-    kind, blocks = found
-    sizes = dict(content.get("transformer_layer_config") or {} if _SPECULATOR in content else content)
-    if kind == DFLASH:
+    sizes = dict(content.get("transformer_layer_config") or {} if SPECULATOR in content else content)
+    sizes.setdefault("num_hidden_layers", 1)
+    reaches: tuple[Reach, ...] = ()
+    kind = found
+    if kind not in {EAGLE3, PEAGLE}:
+        kind, reaches = DFLASH, reaches_of(content, sizes, found, file)
+        sizes = {name: value for name, value in sizes.items() if name not in OF_REACHES}
         sizes["model_type"] = "qwen3"  # whatever it says: all implementations build its layers
     sizes.setdefault("model_type", "llama")
-    needed = {name: sizes.get(name) for name in ("vocab_size", "hidden_size", "num_attention_heads")}
-    sizes.setdefault("num_hidden_layers", 1)
+    blocks = fields_of_blocks(content)
     mask: Any = next((content[name] for name in _MASKS if content.get(name) is not None), blocks.get(_MASKS[0]))
     block_size: Any = blocks.get("block_size") or content.get("block_size")
-    is_spark = content.get(_SPECULATOR) == "dspark" or _DEEPSPEC in _classes(content)
+    is_spark = found == DSPARK
     rank: Any = content.get("markov_rank", 256) if is_spark else 0
+    needed = {name: sizes.get(name) for name in ("vocab_size", "hidden_size", "num_attention_heads")}
     needed |= {_MASKS[0]: mask} if kind != EAGLE3 else {}
     needed |= {"block_size": block_size, "markov_rank": rank} if kind == DFLASH else {}
-    if missing := [name for name, size in needed.items() if type(size) is not int or size < 0]:
-        raise CheckpointError(f"{file} lacks {', '.join(missing)} of the head: copy or download it again")
+    _check_numbers(needed, file)
     if kind != EAGLE3 and mask >= sizes["vocab_size"]:
         raise CheckpointError(f"{file} has mask_token_id {mask} of {sizes['vocab_size']} tokens: download it again")
     markov_head = str(content.get("markov_head_type", MARKOV_HEADS[0])).lower()
@@ -171,35 +177,49 @@ def read_head_config(content: Mapping[str, Any], file: Path) -> HeadConfig | Non
         mask_token_id=mask,
         most_drafted=max(block_size - (not at_anchor), 1) if kind == DFLASH else 0,
         drafts_at_anchor=at_anchor, markov_rank=rank, markov_head=markov_head,
+        reaches=reaches, norms_last=kind == DFLASH and SPECULATOR not in content,
+        **_of_dflash(content, file) if kind == DFLASH else {},
+        **_of_selector(content, sizes, block_size, file) if found == DFLASH2 else {},
     )  # fmt: skip
 
 
-def _classes(content: Mapping[str, Any]) -> list[str]:
-    return content.get("architectures") or []
+def _check_numbers(needed: Mapping[str, Any], file: Path) -> None:
+    if missing := [name for name, size in needed.items() if type(size) is not int or size < 0]:
+        raise CheckpointError(f"{file} lacks {', '.join(missing)} of the head: copy or download it again")
 
 
-def _kind_of(content: Mapping[str, Any], file: Path) -> tuple[str, Mapping[str, Any]] | None:
-    """The kind of a head and its fields of blocks; None for a model. CheckpointError for a head that is not read."""
-    speculator, classes, blocks = content.get(_SPECULATOR), _classes(content), content.get("dflash_config")
-    problem, kind = None, _KINDS.get(str(speculator))
-    if speculator is not None:
-        problem = None if kind else f"describes a speculator of type {speculator}, and {_HEADS_READ}"
-    elif isinstance(blocks, dict):
-        kind = DFLASH
-        found = [name for name in ("causal", "use_swa", "attention_sink_bias") if blocks.get(name)]
-        problem = f"has {', '.join(found)} in dflash_config, which engines read differently" if found else None
-    elif _DEEPSPEC in classes:
-        kind = DFLASH
-    elif any(map(_ONE_PASS.search, classes)) and _MASKS[1] not in content:
-        problem = f"describes {' '.join(classes)}, a head of one pass in a layout that is not read, and {_HEADS_READ}"
-    elif "draft_vocab_size" in content or any("eagle3" in name.lower() for name in classes):
-        kind = PEAGLE if any(content.get(name) is not None for name in _MASKS) else EAGLE3
-    sizes = content.get("transformer_layer_config") or content
-    if kind == DFLASH and "sliding_attention" in (sizes.get("layer_types") or []):
-        problem = problem or "has layers with a sliding window, which engines read differently in a block"
-    if problem:
-        raise CheckpointError(f"{file} {problem}")
-    return (kind, blocks if isinstance(blocks, dict) else {}) if kind else None
+def _value(content: Mapping[str, Any], name: str) -> Any:  # noqa: ANN401 - any field
+    """A field of `dflash_config`, or beside it."""
+    return fields_of_blocks(content).get(name, content.get(name))
+
+
+def _of_selector(content: Mapping[str, Any], sizes: Mapping[str, Any], block_size: int, file: Path) -> dict[str, Any]:
+    """What DFlash 2 has; CheckpointError if it does not fit together."""
+    defaults = {"selector_rank": 256, "selector_top_k": 16, "conv_kernel_size": 2, "conv_group_size": 16}
+    found = {name: _value(content, name) for name in defaults}
+    if SPECULATOR in content:
+        found = {name: found[name] if name in content else default for name, default in defaults.items()}
+    _check_numbers(found, file)
+    rank, top_k, kernel, group = found.values()
+    drafted, least = content.get("draft_vocab_size") or sizes["vocab_size"], min(found.values())
+    fits = least > 0 and top_k <= drafted == sizes["vocab_size"] and kernel <= block_size
+    if not fits or sizes["hidden_size"] % group:
+        said = ", ".join(f"{name} {value}" for name, value in found.items())
+        raise CheckpointError(
+            f"{file} has {said} for a width of {sizes['hidden_size']}, blocks of {block_size} and drafts of {drafted} "
+            f"of {sizes['vocab_size']} tokens, which do not fit together: download it again"
+        )
+    return {"selector": (rank, top_k), "convolution": (kernel, group)}
+
+
+def _of_dflash(content: Mapping[str, Any], file: Path) -> dict[str, Any]:
+    """Factors of what the flat layout's heads read and say; CheckpointError if one is no number."""
+    names = "input_embedding_scale", "output_multiplier", "final_logit_softcapping"
+    found = [default if (value := _value(content, name)) is None else value
+             for name, default in zip(names, (1.0, 1.0, 0.0), strict=True)]  # fmt: skip
+    if faulty := [name for name, value in zip(names, found, strict=True) if type(value) not in {int, float}]:
+        raise CheckpointError(f"{file} has {', '.join(faulty)}, which is no number: download it again")
+    return dict(zip(("embedding_scale", "logits_scale", "softcap"), map(float, found), strict=True))
 
 
 def _tapped_layers(
@@ -214,7 +234,7 @@ def _tapped_layers(
     given, distance = content.get(name), 0
     if given is None and before:
         given, distance = before, 1
-    if given is None and kind == DFLASH and _SPECULATOR not in content:
+    if given is None and kind == DFLASH and SPECULATOR not in content:
         raise CheckpointError(f"{file} lacks {_LAYERS_BEFORE}, the layers that the head taps: download it again")
     is_list = isinstance(given, list) and all(type(number) is int and number >= -distance for number in given)
     if given is not None and not is_list:

@@ -6,7 +6,7 @@ from llama_ssp import catalogue
 from llama_ssp.architectures.model_files import num_layers_ahead
 from llama_ssp.catalogue import ModelConfig
 from llama_ssp.draft_heads import DraftHead
-from llama_ssp.rooms.heads.layouts import BLOCK_HEAD, HEAD, PARALLEL_HEAD, read_head_config
+from llama_ssp.rooms.heads.layouts import BLOCK_HEAD, HEAD, PARALLEL_HEAD, is_padded_alike, read_head_config
 from llama_ssp.rooms.heads.mtp import MTP_KINDS, check_mtp, no_mtp
 from llama_ssp.settings.combinations import Ability, num_steps
 from llama_ssp.settings.schema import RunConfig
@@ -53,8 +53,12 @@ def _problems(config: RunConfig) -> Iterator[str]:
         yield no_mtp(said("model", target.name), target.shape.model_type)
     if draft is None or not (_is_mtp(draft) or (draft.shape and draft.shape.is_head)):
         return
-    own = draft.shape and (draft.shape.target_hidden_size, draft.shape.target_vocab_size)
-    if own and target.shape and (target.shape.hidden_size, target.shape.vocab_size) != own:
+    own = draft.shape and (draft.shape.target_hidden_size, draft.shape.num_token_ids)
+    if (
+        own
+        and target.shape
+        and not (target.shape.hidden_size == own[0] and is_padded_alike(target.shape.vocab_size, own[1]))
+    ):
         yield (
             f"draft={draft.name} is the head of a target of width {own[0]} with {own[1]} tokens, and "
             f"{said('model', target.name)} has width {target.shape.hidden_size} and {target.shape.vocab_size} tokens: "

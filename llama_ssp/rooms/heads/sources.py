@@ -12,6 +12,7 @@ Shapes: D tokens that the head drafts, V vocabulary of the target.
 
 import math
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import attrgetter
@@ -21,13 +22,15 @@ from typing import Any, Unpack, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import PretrainedConfig, PreTrainedModel
 
 from llama_ssp.catalogue import ModelShape
 from llama_ssp.errors import CheckpointError, ConfigError
 from llama_ssp.models.huggingface.described import with_modules
 from llama_ssp.models.huggingface.modules import vocabulary_of
-from llama_ssp.rooms.heads.layouts import DFLASH, EAGLE3, FC, MARKOV, MASK, PEAGLE, HeadConfig
+from llama_ssp.rooms.heads.kinds import DFLASH, EAGLE3, PEAGLE
+from llama_ssp.rooms.heads.layouts import FC, MARKOV, MASK, SELECTOR, HeadConfig, is_padded_alike
 from llama_ssp.rooms.heads.mtp import HIDDEN_FIRST, JOIN, JOINED_NORMS, check_mtp, of_one_layer, our_name, with_join
 from llama_ssp.weights.checkpoint import Checkpoint, inspect, shape_of
 from llama_ssp.weights.source import TensorFacts, Wanted, WeightSource
@@ -39,6 +42,11 @@ _RUNNERS = {
     DFLASH: f"{_ROOM}.one_pass:BlockRunner",
 }
 EMBEDDING, OUTPUT, TOKEN_MAP = "model.embed_tokens.weight", "lm_head.weight", "d2t"
+_OF_DRAFTED = {OUTPUT, f"model.{MARKOV}.markov_w2.weight"}
+_OF_TOKENS = _OF_DRAFTED | {EMBEDDING, f"model.{MARKOV}.markov_w1.weight"} | {
+    f"model.{SELECTOR}.{name}_codebook.weight" for name in ("predecessor", "successor")
+}  # fmt: skip
+"""Tensors with a row for each token that a head drafts, or reads."""
 _JOIN = f"model.layers.0.{JOIN}.weight"
 
 
@@ -50,7 +58,6 @@ class HeadSource:
     head: HeadConfig
     target: WeightSource
     folder = property(attrgetter("files.folder"))
-    config = property(attrgetter("files.config"))  # of a model whose one layer the head has; `vocab_size` is D.
     context = property(attrgetter("target.context"))  # The head's rotary positions go as far.
     dtype = property(attrgetter("files.dtype"))
     ties, places = False, MappingProxyType({FC: f"model.{FC}"})
@@ -64,7 +71,23 @@ class HeadSource:
     @cached_property
     def shape(self) -> ModelShape:
         """See `WeightSource`."""
-        return replace(self.files.shape, shares_embedding=EMBEDDING not in self._stored)
+        own, num_token_ids = self.files.shape, self.target.shape.vocab_size
+        drafted = min(own.vocab_size, num_token_ids) if self._drafts_all else own.vocab_size
+        return replace(
+            own, shares_embedding=EMBEDDING not in self._stored, target_vocab_size=num_token_ids, vocab_size=drafted
+        )
+
+    @property
+    def _drafts_all(self) -> bool:
+        """Whether it drafts all tokens that its own files count, in whatever way they are padded."""
+        return self.files.shape.vocab_size == self.files.shape.num_token_ids
+
+    @cached_property
+    def config(self) -> PretrainedConfig:
+        """Of a model whose one layer the head has; `vocab_size` is D."""
+        config = copy(self.files.config)
+        config.vocab_size = self.shape.vocab_size
+        return config
 
     @cached_property
     def _stored(self) -> Mapping[str, str]:
@@ -77,6 +100,11 @@ class HeadSource:
         own = {ours: self.files.tensors[name] for ours, name in self._stored.items()}
         if mask := own.get(MASK):
             own[MASK] = TensorFacts(dtype=mask.dtype, shape=(math.prod(mask.shape),))
+        counted = self.files.shape.num_token_ids, self.files.shape.vocab_size
+        for name in _OF_TOKENS & own.keys():
+            num_rows = self.shape.vocab_size if name in _OF_DRAFTED else self.shape.num_token_ids
+            if own[name].shape[0] == counted[name in _OF_DRAFTED]:  # else it is faulty, and said to be
+                own[name] = replace(own[name], shape=(num_rows, *own[name].shape[1:]))
         shared = (name for name in (EMBEDDING, OUTPUT) if self.files.tensors and name not in own)
         return own | {name: self.target.tensors[self._of_target[name]] for name in shared}
 
@@ -84,8 +112,22 @@ class HeadSource:
         """See `WeightSource.read`."""
         if name not in self._stored:
             return self.target.read(self._of_target[name], **wanted)
+        if name in _OF_TOKENS:
+            return self._padded(name, wanted)
         found = self.files.read(self._stored[name], **wanted)
         return found.flatten() if name == MASK else found
+
+    def _padded(self, name: str, wanted: Wanted) -> Tensor:
+        """A tensor with a row for each token, as far as there is one in the files; other rows are zeros."""
+        stored, num_rows = self._stored[name], self.tensors[name].shape[0]
+        num_stored = self.files.tensors[stored].shape[0]
+        if num_rows == num_stored:
+            return self.files.read(stored, **wanted)
+        parts = wanted.get("parts", ()) if wanted.get("dim") == 0 else [range(num_rows)]
+        known = [range(part.start, min(part.stop, num_stored)) for part in parts]
+        cut: Wanted = {**wanted, "dim": 0, "parts": known}
+        found = self.files.read(stored, **cut)
+        return functional.pad(found, (0, 0, 0, sum(map(len, parts)) - len(found)))
 
     @cached_property
     def _of_target(self) -> Mapping[str, str]:
@@ -108,7 +150,7 @@ class HeadSource:
         return () if self.head.kind == DFLASH else ("hidden_norm",)
 
     def more_parameters(self) -> Mapping[str, tuple[int, ...]]:
-        """Norms of taps, the tap of a mask token, and a Markov head; see `TapSource`."""
+        """Norms of taps, the tap of a mask token, and what joins the tokens of a block; see `TapSource`."""
         head, shape = self.head, self.shape
         tap, width = head.target_hidden_size, shape.hidden_size
         sizes: dict[str, tuple[int, ...]] = {}
@@ -120,7 +162,7 @@ class HeadSource:
             sizes["hidden_norm.weight"] = (width,)
         if head.kind == PEAGLE:
             sizes[MASK] = (shape.num_taps * tap,)
-        sizes |= {f"{MARKOV}.{name}": size for name, size in head.markov_sizes(width, shape.num_token_ids).items()}
+        sizes |= head.joining_sizes(width, shape.num_token_ids)
         return {f"model.{name}": size for name, size in sizes.items()}
 
     def extend(self, model: PreTrainedModel) -> None:
@@ -141,10 +183,13 @@ class HeadSource:
         contradicts `t2d`.
         """
         size, vocab_size = self.shape.vocab_size, self.shape.num_token_ids
-        steps_D, known_V = self._map(TOKEN_MAP, size), self._map("t2d", vocab_size)
+        counted = self.files.shape
+        steps_D, known_V = self._map(TOKEN_MAP, counted.vocab_size), self._map("t2d", counted.num_token_ids)
+        if self._drafts_all:
+            if steps_D is not None and steps_D.any():
+                raise CheckpointError(f"{self.folder}: d2t maps tokens of a head that drafts all: download it again")
+            return torch.arange(size)
         if steps_D is None:
-            if size == vocab_size:
-                return torch.arange(size)
             raise CheckpointError(
                 f"{self.folder} drafts {size} of {vocab_size} tokens and lacks d2t, which says which: copy it again"
             )
@@ -172,8 +217,8 @@ class HeadSource:
 def of_target(files: WeightSource, head: HeadConfig, target: WeightSource) -> HeadSource:
     """The head of a target; CheckpointError if it is another one's, or its map of tokens is faulty."""
     sizes = target.shape.hidden_size, target.shape.vocab_size
-    own = files.shape.target_hidden_size, files.shape.target_vocab_size
-    if sizes != own:
+    own = files.shape.target_hidden_size, files.shape.num_token_ids
+    if sizes[0] != own[0] or not is_padded_alike(sizes[1], own[1]):
         raise CheckpointError(
             f"{files.folder} is the head of a target of width {own[0]} with {own[1]} tokens, and this target has width "
             f"{sizes[0]} and {sizes[1]} tokens: choose a head of this target"
@@ -187,10 +232,16 @@ def of_target(files: WeightSource, head: HeadConfig, target: WeightSource) -> He
         head = replace(head, norms_taps="fc_norm")  # which some config.json leave out
     source = HeadSource(files=files, head=head, target=target)
     num_layers = target.shape.num_hidden_layers
-    if not all(0 <= layer < num_layers for layer in source.layers):
+    if (head.mask_token_id or 0) >= sizes[1]:
         raise CheckpointError(
-            f"{files.folder} reads the layers {list(source.layers)}, and this target has {num_layers}: choose a head "
-            "of this target"
+            f"{files.folder} has mask_token_id {head.mask_token_id}, and this target has {sizes[1]} tokens: choose a "
+            "head of this target"
+        )
+    layers = head.layers or source.layers
+    if not all(0 <= layer <= num_layers for layer in layers):
+        raise CheckpointError(
+            f"{files.folder} reads the layers {list(layers)}, and this target has {num_layers}: choose a head of this "
+            "target"
         )
     source.token_ids()
     return source
@@ -203,6 +254,8 @@ def _bare(name: str) -> str:
 def _named(name: str) -> str:
     """The name of a stored tensor among our modules."""
     name = _bare(name)
+    if name.startswith(f"{SELECTOR}.") and name.endswith("_codebook"):  # which the authors of DFlash store bare
+        name += ".weight"
     return name if name.startswith(("lm_head.", "verifier_")) or "." not in name else f"model.{name}"
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from llama_ssp.errors import ConfigError
 from llama_ssp.reports.measures import Estimate, RunMeasures, measure, over_runs
-from llama_ssp.reports.records import DISTURBED, NOT_LOSSLESS, PLAIN, SPECULATIVE
+from llama_ssp.reports.records import DISTURBED, NOT_LOSSLESS, PLAIN, SPECULATIVE, PointOverK
 from llama_ssp.reports.runs import SEED, Run, drifts_of, varying_settings
 from llama_ssp.reports.tables import speedup_of
 from llama_ssp.words import visible
@@ -132,10 +132,27 @@ _MEASURES: dict[str, Callable[[RunMeasures], Estimate | None]] = {
 
 
 def draw_over_k(runs: Sequence[Run], file: Path) -> None:
-    """Draw `over_k` into a file; raises as `save`."""
+    """Draw `over_k` into a file, or the points of results that have some; raises as `save`."""
+    found = (getattr(cell, "point", None) for run in runs for cell in run.summary.cells)
+    points = [point for point in found if point]
     with styled():
-        figure = over_k(runs)
+        figure = of_points(points) if points else over_k(runs)
     save(figure, file)
+
+
+def of_points(points: Sequence[PointOverK]) -> Figure:
+    """Draw the values of results over K, with their intervals, in panels with a line for each kind."""
+    figure, drawn = panels(*dict.fromkeys(point.panel for point in points))
+    names = [*dict.fromkeys(point.line for point in points)]
+    for panel, axes in zip(dict.fromkeys(point.panel for point in points), drawn, strict=True):
+        own = [point for point in points if point.panel == panel]
+        for number, name in enumerate(names):
+            if line := [point[2:] for point in own if point.line == name]:
+                ks, values, lows, highs = zip(*line, strict=True)
+                axes.plot(ks, values, label=name, **look(number))
+                axes.vlines(ks, lows, highs, color=look(number)["color"], linewidth=1)
+        axes.set(xlabel="K, drafted tokens of a round", xticks=sorted({point.num_draft_tokens for point in own}))
+    return figure
 
 
 def over_k(runs: Sequence[Run]) -> Figure:

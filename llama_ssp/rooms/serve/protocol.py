@@ -4,10 +4,12 @@ Every field is known, known to change nothing, or refused by its name: a request
 silence. Ranges, and the sentences about them, come from the settings.
 """
 
+import json
 import secrets
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any, NamedTuple
 from uuid import uuid4
 
@@ -15,8 +17,10 @@ from transformers import PreTrainedTokenizerBase
 
 from llama_ssp.continuation import TextAfter
 from llama_ssp.errors import ConfigError, SspError, unknown_name
+from llama_ssp.manifest import absent
 from llama_ssp.registry import imported
 from llama_ssp.rooms.serve.inbox import Part, RequestError, ServedRequest
+from llama_ssp.rooms.serve.tools import Call, CallReader, MarkedText, Tools, tools_of, with_calls
 from llama_ssp.run.prompts import MORE_FIELDS, Prompt, read_messages
 from llama_ssp.run.requests import RequestMaker, check_vocabulary, encode, encode_messages
 from llama_ssp.settings.checks import check_values
@@ -43,11 +47,13 @@ _OF_BOTH = _SAMPLING | {
     "stream_options": _OBJECT, "ignore_eos": _FLAG, "max_tokens": _WHOLE, "min_tokens": _WHOLE,
     "stop_token_ids": "a list of token ids", "include_stop_str_in_output": _FLAG, "speculative": _FLAG,
     "num_draft_tokens": _WHOLE, "return_accepted_lengths": _FLAG, "return_rounds": _FLAG,
+    "return_token_ids": _FLAG, "return_tokens_as_token_ids": _FLAG,
 }  # fmt: skip
 _OF_TEXTS = _OF_BOTH | {"prompt": "a text, token ids, or a list of these", "echo": _FLAG, "logprobs": _WHOLE}
 _OF_CHATS = _OF_BOTH | {
     "messages": "a list of objects with role and content", "logprobs": _FLAG, "top_logprobs": _WHOLE,
     "max_completion_tokens": _WHOLE, "chat_template_kwargs": _OBJECT, "reasoning_effort": _TEXT,
+    "tools": "a list of functions", "tool_choice": "a text or an object", "parallel_tool_calls": _FLAG,
 }  # fmt: skip
 _NOTES = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
 _WITHOUT_EFFECT: dict[str, tuple[object, ...]] = {
@@ -74,7 +80,7 @@ class Asked:
 
     def __init__(
         self, given: Mapping[str, Any], completions: list[ServedRequest], tokenizer: PreTrainedTokenizerBase, *,
-        is_chat: bool, model: str,
+        is_chat: bool, model: str, tools: Tools | None = None,
     ) -> None:  # fmt: skip
         self.completions, self.num_samples = completions, given.get("n", 1)
         self.streams: bool = given.get("stream", False)
@@ -88,10 +94,13 @@ class Asked:
             "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid4().hex}", "object": kind, "created": int(time.time()),
             "model": model,
         }  # fmt: skip
+        names_ids = bool(given.get("return_tokens_as_token_ids"))
         self.answers = [
-            Answer(completion, tokenizer, index, is_chat=is_chat) for index, completion in enumerate(completions)
+            Answer(completion, tokenizer, index, is_chat=is_chat, names_ids=names_ids, tools=tools)
+            for index, completion in enumerate(completions)
         ]
         self._shows_lengths = bool(given.get("return_accepted_lengths"))
+        self._shows_ids = bool(given.get("return_token_ids"))
         self.shows_rounds = self.streams and bool(given.get("return_rounds"))
 
     def message(self, *choices: dict[str, object], counts: bool = False) -> dict[str, object]:
@@ -110,6 +119,9 @@ class Asked:
             choice["round"] = answer.round
         if self._shows_lengths and answer.last:
             choice["accepted_lengths"] = [*answer.last.accepted_lengths]
+        if self._shows_ids:
+            choice |= {"token_ids": answer.token_ids if piece is None else answer.newest_ids}
+            choice |= {"prompt_token_ids": [*answer.prompt_ids]} if piece is None else {}
         return choice
 
     def usage(self) -> dict[str, object]:
@@ -154,13 +166,9 @@ class BodyReader:
             raise RequestError(reason, param="model", status=404, code="model_not_found")
         if given.get("stream_options") and not given.get("stream"):
             raise RequestError("stream_options needs stream=true", param="stream_options")
-        prompts = [self._chat(given)] if is_chat else self._texts(given)
-        stop = given.get("stop", [])
-        stops = [stop] if isinstance(stop, str) else stop
-        is_list = isinstance(stops, list) and len(stops) <= MOST_STOPS
-        if not is_list or not all(isinstance(text, str) and 0 < len(text) <= MOST_STOP for text in stops):
-            raise RequestError(f"stop must be up to {MOST_STOPS} texts of 1 to {MOST_STOP} characters", param="stop")
-        num_samples, echoes = given.get("n", 1), bool(given.get("echo"))
+        tools = tools_of(given, self._maker.tokenizer) if is_chat else None
+        prompts = [self._chat(given, tools)] if is_chat else self._texts(given)
+        stops, num_samples, echoes = _stops(given), given.get("n", 1), bool(given.get("echo"))
         if not 1 <= num_samples <= MOST_SAMPLES:
             raise RequestError(f"n={num_samples} must be 1 to {MOST_SAMPLES}", param="n")
         first = ServedRequest(
@@ -176,6 +184,8 @@ class BodyReader:
                 first = self._with_field(name, given[name], first)
             except ConfigError as error:
                 raise RequestError(str(error), param=name) from None
+        if tools:
+            first = self._with_calls(tools, first)
         least = given.get("min_tokens", 0)
         if least and first.sampling:
             ends = (*(() if first.ignores_eos else self._eos_ids), *first.stop_ids)
@@ -187,14 +197,15 @@ class BodyReader:
             for sample in range(num_samples)
         ]
         return Asked(
-            given, completions, self._maker.tokenizer, is_chat=is_chat, model=given.get("model", self.names[0])
-        )
+            given, completions, self._maker.tokenizer, is_chat=is_chat, model=given.get("model", self.names[0]),
+            tools=tools,
+        )  # fmt: skip
 
     def tokenize(self, body: object) -> tuple[int, ...]:
         """The tokens of the prompt or the messages of a body; raises RequestError."""
         given = body if isinstance(body, dict) else {}
         if "messages" in given:
-            return self._chat(given)
+            return self._chat(given, tools_of(given, self._maker.tokenizer))
         if not isinstance(given.get("prompt"), str):
             raise RequestError("prompt must be a text, or messages a list of objects", param="prompt")
         return self._encoded(given["prompt"])
@@ -241,6 +252,19 @@ class BodyReader:
                 check_values(replace(self._config, sampling=replace(found.sampling, by_row=True)))
                 constraint_of(found.sampling, self._maker.vocabulary)
         return found
+
+    def _with_calls(self, tools: Tools, request: ServedRequest) -> ServedRequest:
+        """The request whose answer calls these tools as it must; raises RequestError."""
+        if request.sampling and constraint_asked(request.sampling):
+            raise RequestError("tools and another structure of the text exclude each other: give one", param="tools")
+        if not tools.grammar:
+            return request
+        if missing := absent("setting", "sampling.grammar"):
+            raise RequestError(f"answers that must call tools: {missing}", param="tools")
+        try:
+            return self._with_field("guided_grammar", tools.grammar, request)
+        except ConfigError as error:
+            raise RequestError(f"the parameters of these tools make no grammar: {error}", param="tools") from None
 
     def _sampling(self, given: Mapping[str, Any]) -> SamplingConfig:
         asked = {name: given[name] for name in _SAMPLING if name in given}
@@ -313,14 +337,17 @@ class BodyReader:
             raise RequestError(str(error), param="prompt") from None
         return ids
 
-    def _chat(self, given: Mapping[str, Any]) -> tuple[int, ...]:
+    def _chat(self, given: Mapping[str, Any], tools: Tools | None) -> tuple[int, ...]:
+        offered = given["tools"] if tools else ()
         effort = {"reasoning_effort": given["reasoning_effort"]} if "reasoning_effort" in given else {}
         arguments = {**self._config.chat_arguments, **effort, **given.get("chat_template_kwargs", {})}
         try:
             _check_fields(given.get("messages"))
-            if messages := read_messages(given.get("messages"), "the body"):
-                self._check_bytes([text for message in messages for text in message.values()], "messages")
-                return encode_messages(messages, self._maker.tokenizer, arguments)
+            asked = with_calls(given.get("messages"), self._maker.tokenizer)
+            if messages := read_messages(asked, "the body", reads_calls=True):
+                entries = [*offered, *chain.from_iterable(message.values() for message in messages)]
+                self._check_bytes([one if isinstance(one, str) else json.dumps(one) for one in entries], "messages")
+                return encode_messages(messages, self._maker.tokenizer, arguments, offered)
         except SspError as error:
             param = "chat_template_kwargs" if str(error).startswith("chat_arguments.") else "messages"
             place = f"chat template in {self._maker.tokenizer.name_or_path}"  # whose path is not for clients
@@ -345,7 +372,7 @@ def _checked(given: dict[str, Any], *, is_chat: bool) -> dict[str, Any]:
     for name, value in given.items():
         if name in _NOTES or any(value == one and type(value) is type(one) for one in _WITHOUT_EFFECT.get(name, ())):
             continue
-        if name in _WITHOUT_EFFECT and name not in more:
+        if name in _WITHOUT_EFFECT and name not in known:
             raise RequestError(f"{name} is not supported: leave it out", param=name)
         if name not in known:
             raise RequestError(unknown_name("field", name[:MOST_STOP], known), param=name[:MOST_STOP])
@@ -356,6 +383,15 @@ def _checked(given: dict[str, Any], *, is_chat: bool) -> dict[str, Any]:
             wanted = f"stream_options has {' and '.join(_STREAM_OPTIONS)}, {_FLAG}, and not {name[:MOST_STOP]!r}"
             raise RequestError(wanted, param="stream_options")
     return given
+
+
+def _stops(given: Mapping[str, Any]) -> list[str]:
+    stop = given.get("stop", [])
+    stops = [stop] if isinstance(stop, str) else stop
+    is_list = isinstance(stops, list) and len(stops) <= MOST_STOPS
+    if not is_list or not all(isinstance(text, str) and 0 < len(text) <= MOST_STOP for text in stops):
+        raise RequestError(f"stop must be up to {MOST_STOPS} texts of 1 to {MOST_STOP} characters", param="stop")
+    return [*stops]
 
 
 def _is(kind: str, value: object) -> bool:
@@ -378,30 +414,43 @@ def _num_top(given: Mapping[str, Any], *, is_chat: bool) -> int | None:
 
 
 class Answer:
-    """One completion on its way to the client: its text without a stop, its tokens and its scores."""
+    """One completion on its way to the client: its text without a stop, its calls, its tokens and its scores.
+
+    Attributes:
+        new_calls: of the newest part.
+    """
 
     def __init__(
-        self, request: ServedRequest, tokenizer: PreTrainedTokenizerBase, index: int, *, is_chat: bool
-    ) -> None:
-        self._tokenizer, self._index, self._is_chat = tokenizer, index, is_chat
+        self, request: ServedRequest, tokenizer: PreTrainedTokenizerBase, index: int, *, is_chat: bool,
+        names_ids: bool = False, tools: Tools | None = None,
+    ) -> None:  # fmt: skip
+        self._tokenizer, self._index, self._is_chat, self._names_ids = tokenizer, index, is_chat, names_ids
         self._stops = request.stops.texts if request.stops else ()
         self._is_constrained = request.sampling is not None and constraint_asked(request.sampling) is not None
         self._stop_ids, self._shows_stop = request.stop_ids, request.shows_stop
         self.prompt_ids = request.prompt_ids
         self._is_scored, self._echoes = request.num_top is not None, request.scores_prompt
         self._text, self._held, self._whole = IncrementalText(tokenizer, self.prompt_ids), "", ""
+        self._reader, self._calls, self.new_calls = None, list[Call](), list[Call]()
+        if tools:
+            self._text, self._reader = MarkedText(tokenizer, self.prompt_ids, tools), CallReader(tools)
         self._lead = TextAfter(tokenizer, ()).decode(self.prompt_ids) if self._echoes else ""
         self._has_begun, self._newest = False, Part()
         self.token_ids: list[int] = []
         self.last: Part | None = None
 
     @property
+    def newest_ids(self) -> list[int]:
+        """The tokens of its newest part."""
+        return [*self._newest.new_ids]
+
+    @property
     def text(self) -> str:
-        """Its text so far."""
+        """Its text so far, without calls of tools."""
         return self._whole
 
     def push(self, part: Part) -> str:
-        """Take a part; returns the new text that can no longer become part of a stop string."""
+        """Take a part; returns the new text that can no longer become part of a stop string or a call."""
         self._newest = part
         self.token_ids += part.new_ids
         is_stopped = part.finish_reason == "stop" and part.new_ids and part.new_ids[-1] in self._stop_ids
@@ -419,6 +468,9 @@ class Answer:
             held = held[: place + length * self._shows_stop]
         end = max(len(held) - kept, 0)
         new, self._held, self._lead = self._lead + held[:end], held[end:], ""
+        if self._reader:
+            new, self.new_calls = self._reader.push(new, is_over=bool(part.finish_reason))
+            self._calls += self.new_calls
         self._whole += new
         return new
 
@@ -445,14 +497,26 @@ class Answer:
         """Its choice of a whole answer, or the next piece of it."""
         ended, text = self.last, self._whole if piece is None else piece
         choice: dict[str, object] = {
-            "index": self._index, "finish_reason": ended and ("length" if ended.finish_reason == "length" else "stop"),
+            "index": self._index, "finish_reason": ended and self._reason(ended),
             "logprobs": self._scores() if ended and self._is_scored else None,
         }  # fmt: skip
         if not self._is_chat:
             return choice | {"text": text}
         said = {} if self._has_begun else {"role": "assistant"}
         self._has_begun = True
-        return choice | {"message" if piece is None else "delta": said | {"content": text}}
+        calls = self._calls if piece is None else self.new_calls
+        message: dict[str, object] = {"content": (text or None) if calls else text}
+        if calls:
+            first = len(self._calls) - len(calls)
+            message["tool_calls"] = [
+                ({} if piece is None else {"index": place}) | call.as_json() for place, call in enumerate(calls, first)
+            ]
+        return choice | {"message" if piece is None else "delta": said | message}
+
+    def _reason(self, ended: Part) -> str:
+        if ended.finish_reason == "length":
+            return "length"
+        return "tool_calls" if self._calls else "stop"
 
     def _scores(self) -> dict[str, object]:
         """Log-probabilities in the form of chats or of completions."""
@@ -461,8 +525,8 @@ class Answer:
         found: list[tuple[_Scored, list[_Scored] | None]] = []
         for place, one in enumerate(scores, start=len(ids) - len(scores)):
             after = TextAfter(self._tokenizer, ids[max(place - _CONTEXT, 0) : place], names_special=True)
-            of_top = [_Scored(other.token, after.decode([other.token]), other.logprob) for other in one.top]
-            found.append((_Scored(one.token, after.decode([one.token]), one.logprob), of_top))
+            of_top = [_Scored(other.token, self._name(other.token, after), other.logprob) for other in one.top]
+            found.append((_Scored(one.token, self._name(one.token, after), one.logprob), of_top))
         if self._is_chat:
             return {
                 "content": [
@@ -471,7 +535,7 @@ class Answer:
                 ]
             }
         if self._echoes:
-            first = TextAfter(self._tokenizer, (), names_special=True).decode(ids[:1])
+            first = self._name(ids[0], TextAfter(self._tokenizer, (), names_special=True))
             found.insert(0, (_Scored(ids[0], first, None), None))
         return {
             "tokens": [one.text for one, _ in found], "token_logprobs": [one.log_prob for one, _ in found],
@@ -481,6 +545,9 @@ class Answer:
             ],
             "text_offset": self._offsets(len(found)),
         }  # fmt: skip
+
+    def _name(self, token: int, after: TextAfter) -> str:
+        return f"token_id:{token}" if self._names_ids else after.decode([token])
 
     def _offsets(self, num_tokens: int) -> list[int]:
         """Offsets at which the text of the last tokens begins; tokens of one character begin with it."""
@@ -497,6 +564,7 @@ class Answer:
         added = self._tokenizer.added_tokens_decoder.get(token)
         written = str(self._tokenizer.convert_ids_to_tokens(token))
         own, known = str(added.content).encode() if added else reader_of(self._tokenizer)(written), text.encode()
+        known = own if self._names_ids else known
         return {
             "token": text,
             "logprob": log_prob,

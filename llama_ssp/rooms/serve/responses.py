@@ -15,8 +15,8 @@ from llama_ssp.rooms.serve.protocol import Answer, Asked
 
 _RENAMED = {"max_output_tokens": "max_completion_tokens"}
 _WITHOUT_EFFECT: dict[str, tuple[object, ...]] = {
-    "truncation": ("disabled",), "text": ({"format": {"type": "text"}},), "include": ([],), "background": (False,),
-    "store": (True, False),
+    "truncation": ("disabled",), "include": ([],), "background": (False,),
+    "store": (True, False), "tools": ([],), "tool_choice": ("none", "auto"), "parallel_tool_calls": (True, False),
 }  # fmt: skip
 
 
@@ -43,7 +43,21 @@ def as_chat(body: object) -> dict[str, Any]:
     if not isinstance(reasoning, dict) or not reasoning.keys() <= {"effort"}:
         raise RequestError("reasoning must be an object with effort", param="reasoning")
     effort = {"reasoning_effort": reasoning["effort"]} if reasoning.get("effort") else {}
-    return {_RENAMED.get(name, name): value for name, value in given.items()} | effort | {"messages": messages}
+    structure = _format(given.pop("text", {}))
+    renamed = {_RENAMED.get(name, name): value for name, value in given.items()}
+    return renamed | effort | structure | {"messages": messages}
+
+
+def _format(text: object) -> dict[str, Any]:
+    """The `response_format` of a chat for the field `text`."""
+    asked = text.get("format", {"type": "text"}) if isinstance(text, dict) and text.keys() <= {"format"} else None
+    if not isinstance(asked, dict) or asked.get("type") not in {"text", "json_object", "json_schema"}:
+        wanted = '{"format": {"type": "json_schema", "name": NAME, "schema": SCHEMA}}, or of type text or json_object'
+        raise RequestError(f"text must be {wanted}", param="text")
+    if asked["type"] == "text":
+        return {}
+    schema = {"json_schema": {"schema": asked.get("schema")}} if asked["type"] == "json_schema" else {}
+    return {"response_format": {"type": asked["type"]} | schema}
 
 
 def _message(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -142,7 +142,7 @@ def _show(jobs: Sequence[_Job], settings: SlurmConfig) -> None:
     for job in jobs:
         print(visible(f"\n{job.point.name}:"))
         with contextlib.suppress(CapacityError):
-            show_plan(job.plan, PlanFormat.table, words=_words(job.point))
+            show_plan(job.plan, PlanFormat.full, words=_words(job.point))
     if all(job.plan.fits for job in jobs):
         for group in _arrays(jobs, settings):
             command = _command(group, settings, after=None)

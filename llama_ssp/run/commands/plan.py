@@ -10,8 +10,7 @@ Takes the settings of a run, which `llama-ssp run --help all` lists, and those b
 figure of the machine, for example hardware.num_gpus=4, hardware.num_nodes=2, or hardware.usd_per_hour=20 for the price
 of a million tokens. Several machines are one table of plans, in the order given. workload=chat, code, summarize or
 batch sets prompt_tokens and max_new_tokens. Exit code: 0 fits, 3 does not fit (the message names changes that would
-fit, the smallest first), 2 a setting is
-wrong, or runs refuse the model.
+fit, the smallest first), 2 a setting is wrong, or runs refuse the model.
 """
 
 import argparse

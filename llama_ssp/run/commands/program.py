@@ -6,12 +6,15 @@ import signal
 import sys
 from collections.abc import Sequence
 from types import FrameType
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from llama_ssp.errors import ConfigError, InterruptedRun, unknown_name
 from llama_ssp.ranks.process import handle_signals, heeded_signals, ignore_signals, read_ranks
 from llama_ssp.registry import imported
 from llama_ssp.terminal.unread import complain, until_unread
+
+if TYPE_CHECKING:  # imports nothing slow before Ctrl-C is handled
+    from llama_ssp.settings.commands import Command
 
 _AFTER = """
 `llama-ssp COMMAND --help` explains a command. Several nodes: launch/slurm.sbatch, or torchrun with launch/run.py."""
@@ -63,7 +66,7 @@ def _exit_code(words: list[str], num_ranks: int | None) -> int:
         return int(imported(command.run, setting=name)(rest))
     from llama_ssp.run.commands import own_ranks  # noqa: PLC0415 - see main
 
-    return own_ranks.main(_of_run(command.task, rest) if command.task else rest, num_ranks=num_ranks)
+    return own_ranks.main(_of_run(command, rest) if command.task else rest, num_ranks=num_ranks)
 
 
 def _unknown_command(words: Sequence[str], known: Sequence[str]) -> str:
@@ -78,10 +81,15 @@ def _unknown_command(words: Sequence[str], known: Sequence[str]) -> str:
     return unknown_name("command", words[0], known)
 
 
-def _of_run(task: str, words: list[str]) -> list[str]:
+def _of_run(command: "Command", words: list[str]) -> list[str]:
     """Return the words of `run` that do what the command of a task says."""
+    task = command.task
     if {"--help", "-h"} & {*words}:
         return ["--help", f"task={task}"]
+    if command.address:
+        words = [
+            f"{command.address}={word}" if word.split("://")[0].isalpha() and ":" in word else word for word in words
+        ]
     return [f"task={task}", *(word for word in words if word != f"task={task}")]
 
 

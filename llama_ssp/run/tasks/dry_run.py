@@ -93,7 +93,7 @@ def show(
 
     `tables` is `module:function` that prints the content with rich.
     """
-    needs_rich = ["format=table"] if form is PlanFormat.table else [*figures]
+    needs_rich = [*figures] if form is PlanFormat.json else [f"format={form.value}"]
     try:
         if needs_rich:
             import rich  # noqa: F401, PLC0415 - JSON needs none
@@ -104,7 +104,7 @@ def show(
     if form is PlanFormat.json:
         print(json.dumps(as_json(), indent=2))  # noqa: T201 - the requested output
     else:
-        imported(tables, setting="format=table")(content)
+        imported(tables, setting=f"format={form.value}")(content, is_full=form is PlanFormat.full)
 
 
 def settings_of_run(config: RunConfig) -> dict[str, str]:
@@ -125,7 +125,7 @@ def dry_run(config: RunConfig, *, world_size: int) -> None:
     """
     plan = plan_with_prompts(config, world_size=world_size)
     plan = replace(plan, whole_run=_whole_run(config, plan, num_ranks=world_size))
-    show_plan(plan, PlanFormat.table, words=settings_of_run(config))
+    show_plan(plan, PlanFormat.full, words=settings_of_run(config))
 
 
 _DISK_BYTES_PER_S = 2e9
@@ -241,7 +241,7 @@ def _spec_on(machine: HardwareConfig, config: RunConfig, *, world_size: int, len
     check_values(config, spec.target.shape, spec.draft.shape if spec.draft else None)
     for planned in (spec.target, spec.draft):
         if planned and planned.stored_format:
-            planned.stored_format.kept_format(planned.quantization, where=planned.name)
+            planned.stored_format.kept_format(planned.quantization, where=planned.label)
     has_own = task_of(config).largest_cell is not None
     return spec if has_own else replace(spec, mean_prompt_tokens=fmean(lengths))
 

@@ -25,6 +25,9 @@ from llama_ssp.speculate.sampling.rules import Rule
 from llama_ssp.speculate.sampling.trees import Level, ReadLevel, Tree
 from llama_ssp.workspaces import PerBucket, Workspace
 
+_AHEAD = 64.0
+"""Between the score of a forced token and the next best, where a tree takes the best."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterParts:
@@ -40,6 +43,7 @@ class DrafterParts:
         tree: of the drafted tokens; None for a chain.
         num_ahead: the most drafted tokens that wait for verification when a round begins.
         first_row: the first of the rows that this rank drafts, by the number of all; 0 where it drafts all.
+        target: this rank's part of the target, whose weights and cache a draft may read.
         prepared: what `prepare` of the record of the draft, or of its vocabulary, has read; None without it.
     """
 
@@ -49,6 +53,7 @@ class DrafterParts:
     vocab_size: int
     device: torch.device
     runner: Any = None
+    target: Any = None
     comm: Comm | None = None
     taps: Taps | None = None
     tree: Tree | None = None
@@ -168,9 +173,16 @@ class StepwiseDrafter:
         """Draw and write K tokens, or draw a tree; see `Drafter.propose`."""
         read = self._reading(rows, bucket=bucket, num_unread=num_unread)
         if self._tree:
-            return self._tree.draft(
-                lambda level: self._rule.process(read(level)), uniforms_BKP, takes_best=self._rule.takes_best
-            )
+            takes_best = self._rule.takes_best
+
+            def scores_of(level: Level | None) -> Tensor:
+                scores_BMV, depth = self._rule.process(read(level)), level.depth if level else 0
+                forced_B1 = rows.forced_BK[:, depth : depth + 1]
+                if not forced_B1.shape[1]:
+                    return scores_BMV
+                return with_forced_child(forced_B1, scores_BMV, takes_best=takes_best)
+
+            return self._tree.draft(scores_of, uniforms_BKP, takes_best=takes_best)
         tokens_BS, lengths_B1 = rows.tokens_BS, rows.lengths_B[:, None]
         level: Level | None = None
         drafted: list[Tensor] = []
@@ -208,12 +220,30 @@ def with_forced(
     return torch.where(is_forced_B1, forced_B1, ids_B1), probs_B1V
 
 
+def with_forced_child(forced_B1: Tensor, scores_BMV: Tensor, *, takes_best: bool) -> Tensor:
+    """Scores of a level of a tree by which the forced token, -1 for none, is the first child of the first node.
+
+    With `takes_best` other tokens keep their scores; else they have no probability.
+    """
+    is_forced_B1V = forced_B1[..., None] == torch.arange(scores_BMV.shape[-1], device=scores_BMV.device)
+    first_B1V, others_BMV = scores_BMV.split([1, scores_BMV.shape[1] - 1], dim=1)
+    if takes_best:
+        first_B1V = torch.where(is_forced_B1V, first_B1V.amax(-1, keepdim=True) + _AHEAD, first_B1V)
+    else:
+        first_B1V = torch.where(forced_B1[..., None] >= 0, is_forced_B1V.to(scores_BMV.dtype), first_B1V)
+    return torch.cat([first_B1V, others_BMV], dim=1)
+
+
 class TreeTables(Workspace):
-    """Tables that the forwards of trees look up."""
+    """Tables that the forwards of trees look up.
+
+    Attributes:
+        slots: the numbers of a bucket's slots.
+    """
 
     def __init__(self, num_nodes: int, device: torch.device) -> None:
         self._numbers_T = torch.arange(num_nodes + 1, device=device)
-        self._slots = PerBucket(lambda bucket: torch.arange(bucket, device=device))  # a trace serves all buckets
+        self.slots = PerBucket(lambda bucket: torch.arange(bucket, device=device))  # a trace serves all buckets
 
     def places(
         self, root_B1: Tensor, first: int, depths_BM: Tensor | int, sees_BMA: Tensor, *, bucket: int
@@ -225,7 +255,7 @@ class TreeTables(Workspace):
         num_rows, num_nodes, _ = sees_BMA.shape
         slots_BM = root_B1 + self._numbers_T.narrow(0, first, num_nodes)
         positions_BM = (root_B1 + depths_BM).expand(num_rows, num_nodes)
-        return positions_BM, TreePlaces(slots_BM, sees_BMA, self._slots[bucket])
+        return positions_BM, TreePlaces(slots_BM, sees_BMA, self.slots[bucket])
 
 
 def catch_up(

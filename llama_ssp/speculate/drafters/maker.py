@@ -64,7 +64,7 @@ def make_drafters(  # noqa: PLR0913 - all that a rank's drafters are made of
 
     parts = DrafterParts(
         config=config.draft, rule=rule, num_draft_tokens=num_draft_tokens, vocab_size=vocab_size, device=device,
-        runner=runner, comm=mesh.draft, taps=taps, tree=tree, prepared=prepared,
+        runner=runner, target=target, comm=mesh.draft, taps=taps, tree=tree, prepared=prepared,
         num_ahead=(num_draft_tokens - 1) * config.speculation.overlap,
         first_row=(lambda num_rows: split.own_rows(num_rows).start) if split else (lambda _num_rows: 0),
     )  # fmt: skip

@@ -204,3 +204,5 @@ class BatchState(NamedTuple):
         self.limits_B[rows].fill_(length)
         self.first_round_B[rows].fill_(-length)
         self.ahead_B[rows].fill_(0)
+        self.sampling_BX[rows].fill_(0)  # temperature 1 and no step
+        self.sampling_BX[rows][..., :1].fill_(1)

@@ -6,9 +6,11 @@ are a law too: probability 1 at the best token, which every rule then drafts, ac
     settings of a row   | 1 / temperature | top_k | top_p | min_p | 3 penalties | least | M ids | M biases | E ends |
 
 What a row's settings leave out changes no bit of its probabilities, so its text is as in a batch of its own. Sorting
-a vocabulary and counting tokens cost time: rounds do so only while a row needs it (`RowSteps`).
+a vocabulary and counting tokens cost time: rounds do so only while a row needs it, and only for as many rows
+(`RowSteps`). Which rows these are, the device finds out from their settings, so that a graph serves any of them.
 
-Shapes: B sequences, T scored positions, V vocabulary, X settings of a row, M biases, S logits in descending order.
+Shapes: B sequences, R some of them, T scored positions, V vocabulary, X settings of a row, M biases, S logits in
+descending order.
 """
 
 from collections.abc import Sequence
@@ -19,11 +21,12 @@ from torch import Tensor
 
 from llama_ssp.settings.schema import MOST_BIASES, SamplingConfig
 from llama_ssp.speculate.sampling.context import Context, count_tokens
-from llama_ssp.speculate.sampling.processors import scale_of
+from llama_ssp.speculate.sampling.processors import own_operator, scale_of
 
 _NUM_NUMBERS, _MOST_KEPT = 8, 2**31
 MOST_ENDS = 16
 """E: tokens that end the text of a row, and are banned from its first ones."""
+_MOSTS = (0, 2, 16, 128, 1024)
 NUM_SETTINGS = _NUM_NUMBERS + 2 * MOST_BIASES + MOST_ENDS
 """X."""
 
@@ -45,17 +48,29 @@ def settings_of(sampling: SamplingConfig | None) -> list[float]:
 
 @dataclass(kw_only=True)
 class RowSteps:
-    """Steps that the rows of a batch need now; the rules of one round, of target and drafts, share this object."""
+    """Steps that the rows of a batch need now; the rules of one round, of target and drafts, share this object.
 
+    Attributes:
+        truncates, penalizes: a row needs this step.
+        has_greedy: the same, or another step is needed, which costs more.
+        most: as many rows as truncate, and as are penalized, or more: one of few numbers, so that few graphs do.
+        limits: a row takes fewer drafted tokens than others.
+    """
+
+    has_greedy: bool = False
     truncates: bool = False
     penalizes: bool = False
+    most: int = 0
     limits: bool = False
 
     def follow(self, samplings: Sequence[SamplingConfig], *, limits: bool) -> None:
-        """Take the steps that any of these settings needs; `limits`: a row takes fewer drafted tokens than others."""
-        self.truncates = any(sampling.truncates for sampling in samplings)
-        self.penalizes = any(sampling.penalizes for sampling in samplings)
-        self.limits = limits
+        """Take the steps that these settings of rows need."""
+        num_truncated = sum(sampling.truncates for sampling in samplings)
+        num_penalized = sum(sampling.penalizes for sampling in samplings)
+        self.truncates, self.penalizes, self.limits = num_truncated > 0, num_penalized > 0, limits
+        number = max(num_truncated, num_penalized)
+        self.has_greedy = number > 0 or not all(sampling.temperature for sampling in samplings)
+        self.most = next((most for most in _MOSTS if number <= most), number)
 
 
 class ByRow:
@@ -73,19 +88,54 @@ class ByRow:
         logits_BTV = logits_BTV.to(torch.promote_types(logits_BTV.dtype, torch.float32))
         numbers_XB11 = context.sampling_BX.T[:_NUM_NUMBERS, :, None, None]
         if self.steps.penalizes:
-            logits_BTV = _penalized(logits_BTV, context, numbers_XB11[4:])
+            rows_R = _rows(_is_penalized(context.sampling_BX), self.steps.most)
+            some = context if rows_R is None else Context(*(part.index_select(0, rows_R) for part in context))
+            logits_BTV = _put(logits_BTV, rows_R, _penalized(_some(logits_BTV, rows_R), some))
         scale_B11 = numbers_XB11[0].to(logits_BTV.dtype)
-        is_greedy_B11 = scale_B11 == 0
-        scaled_BTV = logits_BTV * scale_B11.masked_fill(is_greedy_B11, 1.0)
-        probs_BTV = scaled_BTV.softmax(-1)
+        if self.steps.has_greedy:
+            is_greedy_B11 = scale_B11 == 0
+            scale_B11 = scale_B11.masked_fill(is_greedy_B11, 1.0)
+        scaled_BTV = logits_BTV * scale_B11
+        own = own_operator("softmax", scaled_BTV)
+        probs_BTV = own(scaled_BTV.flatten(0, 1), scale=1.0).view_as(scaled_BTV) if own else scaled_BTV.softmax(-1)
         if self.steps.truncates:
-            probs_BTV = _truncated(probs_BTV, scaled_BTV, *numbers_XB11[1:4])
+            top_k_B, top_p_B, min_p_B = context.sampling_BX.T[1:4]
+            is_cut_B = (top_k_B > 0) | ((top_p_B > 0) & (top_p_B < 1)) | (min_p_B > 0)
+            rows_R = _rows(is_cut_B, self.steps.most)
+            numbers_3R11 = numbers_XB11[1:4] if rows_R is None else numbers_XB11[1:4].index_select(1, rows_R)
+            some_RTV = _truncated(_some(probs_BTV, rows_R), _some(scaled_BTV, rows_R), *numbers_3R11)
+            probs_BTV = _put(probs_BTV, rows_R, some_RTV)
+        if not self.steps.has_greedy:
+            return probs_BTV
         best_BTV = probs_BTV * 0.0  # NaN stays
         best_BTV.scatter_add_(-1, logits_BTV.argmax(-1, keepdim=True), torch.ones_like(best_BTV[..., :1]))
         return torch.where(is_greedy_B11, best_BTV, probs_BTV)
 
 
-def _penalized(logits_BTV: Tensor, context: Context, penalties_4B11: Tensor) -> Tensor:
+def _rows(needs_B: Tensor, most: int) -> Tensor | None:
+    """The rows that need a step, and others up to `most`, which it does not change; None for all rows."""
+    return needs_B.to(torch.uint8).sort(descending=True, stable=True).indices[:most] if most < len(needs_B) else None
+
+
+def _some(part_BTV: Tensor, rows_R: Tensor | None) -> Tensor:
+    return part_BTV if rows_R is None else part_BTV.index_select(0, rows_R)
+
+
+def _put(whole_BTV: Tensor, rows_R: Tensor | None, some_RTV: Tensor) -> Tensor:
+    return some_RTV if rows_R is None else whole_BTV.index_copy(0, rows_R, some_RTV)
+
+
+def _is_penalized(sampling_BX: Tensor) -> Tensor:
+    """Rows with a penalty, a ban or a bias; vacant rows have zeros there."""
+    repetition_B, frequency_B, presence_B, least_B = sampling_BX.T[4:_NUM_NUMBERS]
+    has_penalty_B = ((repetition_B != 1) & (repetition_B != 0)) | (frequency_B != 0) | (presence_B != 0)
+    has_bias_B = (sampling_BX[:, _NUM_NUMBERS + MOST_BIASES : -MOST_ENDS] != 0).any(1)
+    found_B: Tensor = has_bias_B | has_penalty_B | (least_B > 0)
+    return found_B
+
+
+def _penalized(logits_BTV: Tensor, context: Context) -> Tensor:
+    penalties_4B11 = context.sampling_BX.T[4:_NUM_NUMBERS, :, None, None]
     vocab_size, dtype = logits_BTV.shape[-1], logits_BTV.dtype
     ids_BM, biases_BM = context.sampling_BX[:, _NUM_NUMBERS:-MOST_ENDS].split(MOST_BIASES, dim=1)
     is_known_BM = ids_BM < vocab_size  # a draft may know fewer

@@ -277,6 +277,25 @@ def test_who_knows_the_chances_pays_least(reach: Array) -> None:
     assert arithmetic.least_cost(reach_BTD, lengths, costs)[0] == pytest.approx(least, abs=1e-12)
 
 
+def rejections(reach_TD: Array, left: int, number: int, chance: float, found_2T: Array) -> None:
+    """Add up, path by path, how often each token is drafted after accepted ones, and how often it is rejected."""
+    for ahead in range(min(number, left - 1)):
+        found_2T[:, left - ahead] += chance * np.array([1, 0]) * reach_TD[left, ahead]
+        found_2T[1, left - ahead] += chance * (reach_TD[left, ahead] - reach_TD[left, ahead + 1])
+    for accepted in range(min(number + 1, left)):
+        further = 0.0 if accepted == min(number, left - 1) else reach_TD[left, accepted + 1]
+        share = chance * (reach_TD[left, accepted] - further)
+        rejections(reach_TD, left - accepted - 1, number, share, found_2T)
+
+
+def test_rejections_are_those_of_all_courses(reach: Array) -> None:
+    wanted_2T = np.zeros((2, 10))
+    rejections(reach, 8, 3, 1.0, wanted_2T)
+    lengths = np.array([9])
+    found = arithmetic.rejected(reach[None], arithmetic.rounds_of(reach[None], lengths, 3), 3)
+    assert found[:, 0] == pytest.approx(wanted_2T, abs=1e-12)
+
+
 def test_texts_of_all_lengths_are_as_if_alone() -> None:
     generator = np.random.default_rng(0)
     ratios, lengths = generator.normal(-0.2, 0.5, (4, 7)), np.array([7, 1, 4, 2])

@@ -12,8 +12,9 @@ from llama_ssp.errors import ConfigError
 from llama_ssp.machines import hardware
 from llama_ssp.planning.plan import make_plan
 from llama_ssp.planning.spec import PlannedPair
-from llama_ssp.rooms.acceptance import known
+from llama_ssp.rooms.acceptance import known, trace
 from llama_ssp.rooms.acceptance.records import stored_file
+from llama_ssp.rooms.acceptance.rows import rows_of
 from llama_ssp.rooms.acceptance.trace import Trace, law_of
 from llama_ssp.run.commands import plan
 from llama_ssp.run.tuning import _expected_acceptance
@@ -52,6 +53,37 @@ def made(folder: Path, *, num_texts: int = 40, length: int = 33, ratio: float = 
     folder.mkdir()
     (folder / "acceptance.npz").write_bytes(Trace(about, arrays).to_bytes())
     return folder
+
+
+def test_rows_name_the_tokens_at_which_rounds_end(tmp_path: Path) -> None:
+    content = Trace.read(made(tmp_path / "trace"), asked="")
+    numbers = np.arange(len(content.arrays["token_id"]))
+    is_bad = numbers % 11 == 5
+    log_q = content.arrays["tiny-draft/log_q"] - np.where(is_bad, 6.0, 0.0)[:, None]
+    more = {"tiny-draft/proposed": np.where(is_bad, 9, 3)[:, None], "tiny-draft/log_q": log_q}
+    bad = Trace(content.about, {**content.arrays, "token_id": np.where(is_bad, 7, numbers % 3), **more})
+    rows = [*rows_of(bad, {}, decode=lambda ids: " ".join(map(str, ids)))]
+    (shown,) = [row for row in rows if row.lost]
+    assert shown.share_of_best == 1
+    first = shown.lost[0]
+    assert (first.wanted, first.proposed, first.num_places) == ("7", "9", is_bad.sum())
+    assert first.accepted < 0.01
+    assert 0.2 < first.share < 1
+    assert first.before.split()[-3:] in (["0", "1", "2"], ["1", "2", "0"], ["2", "0", "1"])
+
+
+def test_texts_have_the_rounds_that_they_have_in_other_company(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    content = Trace.read(made(tmp_path / "trace", num_texts=9), asked="")
+    lengths = np.array([33, 2, 7, 1, 30, 12, 33, 4, 9])
+    arrays = {name: values[: lengths.sum()] for name, values in content.arrays.items()} | {"text_length": lengths}
+    generator = np.random.default_rng(0)
+    arrays["tiny-draft/log_q"] = arrays["log_p"][:, None] + generator.normal(-0.3, 1.0, (int(lengths.sum()), 1))
+    found = []
+    for number in (2, 512):
+        monkeypatch.setattr(trace, "_NUM_AT_ONCE", number)
+        found.append(Trace(content.about, arrays).replay("tiny-draft", 0, "block", 4).rounds(4))
+    for one, other in zip(*found, strict=True):
+        assert one == pytest.approx(other, abs=1e-12)
 
 
 def tokens(acceptance: float, number: int) -> float:
@@ -113,6 +145,7 @@ def test_another_pair_of_a_search_is_not_in_the_trace(tmp_path: Path) -> None:
     assert find(PlannedPair("other", "tiny-draft", 0.8, "speculative")) is None
 
 
+@pytest.mark.heavy
 def test_a_run_shows_what_its_trace_promised(tmp_path: Path) -> None:
     words = ("device=cpu", "max_new_tokens=24", "num_samples=3", "batch_size=8")
     launch("task=acceptance", "quiet=true", *words, f"run_dir={tmp_path}/read").well()

@@ -4,16 +4,29 @@ import json
 import os
 import signal
 from collections.abc import Sequence
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from llama_ssp.catalogue import load
+from llama_ssp.models.prefill import read_prompts
+from llama_ssp.reports.folder import COSTS_FILE
 from llama_ssp.rooms.acceptance import reading, task
+from llama_ssp.rooms.acceptance.arithmetic import least_cost
 from llama_ssp.rooms.acceptance.rows import rows_of
+from llama_ssp.rooms.acceptance.simulation import auto_seconds
 from llama_ssp.rooms.acceptance.trace import Trace
-from tests.helpers.in_process import Ended, launch
+from llama_ssp.rooms.reports import command as report
+from llama_ssp.settings.schema import ADAPTIVE_LENGTHS
+from llama_ssp.weights import hub
+from tests.helpers.in_process import Ended, call, launch
 from tests.helpers.lanes import heavy
 
 READ = ("task=acceptance", "quiet=true", "device=cpu", "batch_size=8")
@@ -105,12 +118,38 @@ def test_a_run_names_what_it_found_by_draft_rule_temperature_and_length(tmp_path
         assert row["by_position"] == sorted(row["by_position"], reverse=True)
         assert (row["num_prompts"], 0 < row["share_of_best"] <= 1, row["headroom"] >= 0) == (4, True, True)
     costs = {"tiny-draft": {0: 1.0, 1: 1.2, 2: 1.4, 3: 1.6}}
-    left = {(row.draft, row.temperature): row.headroom for row in rows_of(trace, costs) if row.rule != "block"}
+    auto = partial(auto_seconds, lengths={"tiny-draft": (1, 2, 3)}, num_texts=99)
+    rows = [row for row in rows_of(trace, costs, auto=auto) if row.rule != "block"]
+    left = {(row.draft, row.temperature): row.headroom for row in rows}
     assert left["tiny-draft", 0.8] > 0.01
     assert left["ngram", 0.8] == 0, "without costs"
+    drawn = call(report.main, [str(ended.run_dir), f"figure={tmp_path}/figure.svg"])
+    assert drawn.code == 0, drawn.err
+    said = (tmp_path / "figure.svg").read_text()
+    wanted_words = ["Tokens per round, T = 0.8", "Tokens per round, T = 0<", "tiny-draft, block", "ngram, greedy"]
+    assert [one for one in wanted_words if one not in said] == []
     assert trace.about["target"]["name"] == "tiny"
     assert "tokens/round" in ended.out or ended.out == ""
     assert {one["sample"] for one in ended.lines} == {0, 1}, "one set of texts for each temperature"
+
+
+@pytest.mark.heavy
+def test_a_run_that_chooses_takes_the_time_that_is_simulated(tmp_path: Path) -> None:
+    """By the same costs; 4 standard deviations of what its 24 texts take are 15 %."""
+    costs = {0: 1.0} | {number: 1.2 + 0.15 * number for number in ADAPTIVE_LENGTHS}
+    kept = [{"num_tokens": number, "source": 0, "seconds": seconds} for number, seconds in costs.items()]
+    (tmp_path / "auto").mkdir()
+    (tmp_path / "auto" / COSTS_FILE).write_text(json.dumps({"rounds": kept, "catch_up_seconds": [0.0]}))
+    words = ("task=generate", "prompt=for i in range(", "speculation.num_draft_tokens=auto", "num_samples=24")
+    ended = launch(*words, "device=cpu", "quiet=true", "max_new_tokens=48", f"run_dir={tmp_path}/auto").well()
+    took = sum(costs[number] for line in ended.lines for number in line["draft_lengths"])
+    trace = read(tmp_path, f"task.texts={tmp_path}/auto", name="read")[1]
+    replay = trace.replay("tiny-draft", 0, "speculative", 8)
+    simulated = auto_seconds("x", [replay], [costs], lengths={"x": ADAPTIVE_LENGTHS}, num_texts=99)
+    assert simulated == pytest.approx(took, rel=0.15)
+    assert simulated >= least_cost(replay.reach_BTD, replay.lengths_B, costs).sum()
+    worse = auto_seconds("x", [replay], [costs], lengths={"x": [1]}, num_texts=99)
+    assert worse > 1.05 * simulated
 
 
 def test_finished_texts_of_any_run_are_read(tmp_path: Path) -> None:
@@ -127,6 +166,69 @@ def test_finished_texts_of_any_run_are_read(tmp_path: Path) -> None:
         assert np.sort(foreign.arrays[name], axis=0) == pytest.approx(np.sort(own.arrays[name], axis=0), abs=1e-4)
 
 
+def test_the_answers_to_a_batch_file_are_read(tmp_path: Path) -> None:
+    """By ids where an engine gives them, else by the texts, which lack the token that ended them."""
+    ended, own = read(tmp_path)
+    requests, answers = tmp_path / "batch.jsonl", tmp_path / "texts.jsonl"
+    lines = [json.dumps({"custom_id": str(place), "body": {"prompt": one["prompt"], "temperature": 0.8}})
+             for place, one in enumerate(ended.lines)]  # fmt: skip
+    requests.write_text("\n".join(lines))
+
+    def foreign(name: str, **of_choices: Any) -> Trace:
+        choices = [
+            {"text": one["text"], **{key: one[value] for key, value in of_choices.items()}} for one in ended.lines
+        ]
+        answered = [{"custom_id": str(place), "response": {"status_code": 200, "body": {"choices": [choice]}}}
+                    for place, choice in enumerate(choices)]  # fmt: skip
+        given = write_lines(tmp_path, *answered, {"custom_id": "0", "response": {"status_code": 500, "body": {}}})
+        return read(tmp_path, given, f"prompts={requests}", name=name)[1]
+
+    by_ids = foreign("ids", token_ids="token_ids")
+    for name in ("token_id", "log_p", "tiny-draft/log_q"):
+        assert np.sort(by_ids.arrays[name], axis=0) == pytest.approx(np.sort(own.arrays[name], axis=0), abs=1e-4)
+    by_text = foreign("text")
+    assert abs(len(by_text.arrays["token_id"]) - len(own.arrays["token_id"])) < len(ended.lines)
+    choice = {"message": {"content": "x = 1\n"}, "finish_reason": "stop"}
+    given = write_lines(tmp_path, {"custom_id": "0", "response": {"status_code": 200, "body": {"choices": [choice]}}})
+    assert read(tmp_path, given, f"prompts={requests}", name="ended")[1].arrays["token_id"][-1] == 1, "<eos>"
+
+    def refused(name: str, *words: str) -> str:
+        return launch(*READ, f"task.texts={answers}", *words, f"run_dir={tmp_path}/{name}").err
+
+    assert "answers custom_id=0: give the batch file with this request as prompts=" in refused("a")
+    assert "was drawn with temperature=0.8, and texts" in refused("b", f"prompts={requests}", "sampling.temperature=1")
+    write_lines(tmp_path, {"prompt": "x", "completion": "y"})
+    assert "has no effect:" in refused("c", f"prompts={requests}")
+
+
+@pytest.mark.heavy
+def test_texts_of_transformers_have_the_figures_of_own_ones(tmp_path: Path) -> None:
+    """Within 3 % (4 standard errors are 2.4 %), and in one another's intervals over prompts."""
+    ended, _ = read(tmp_path, "num_samples=48")
+    folder = hub.resolve(load("tiny"))
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    torch.manual_seed(0)
+    lines = []
+    for prompt in dict.fromkeys(line["prompt"] for line in ended.lines):
+        ids = tokenizer(prompt, return_tensors="pt").input_ids
+        how: dict[str, Any] = {
+            "do_sample": True,
+            "temperature": 0.8,
+            "top_k": 0,
+            "max_new_tokens": 24,
+            "num_return_sequences": 48,
+        }
+        for row in model.generate(ids, **how)[:, ids.shape[1] :].tolist():
+            end = row.index(tokenizer.eos_token_id) + 1 if tokenizer.eos_token_id in row else None
+            lines.append({"prompt": ids[0].tolist(), "completion": row[:end]})
+    foreign, _ = read(tmp_path, write_lines(tmp_path, *lines), name="foreign")
+    for own, other in zip(ended.summary["cells"], foreign.summary["cells"], strict=True):
+        assert own["tokens_per_round"] == pytest.approx(other["tokens_per_round"], rel=0.03)
+        assert own["low"] < other["tokens_per_round"] < own["high"]
+        assert own["num_prompts"] == other["num_prompts"] == 4
+
+
 def test_a_draft_that_proposes_along_the_text_has_the_law_of_one_that_reads_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -138,6 +240,22 @@ def test_a_draft_that_proposes_along_the_text_has_the_law_of_one_that_reads_it(
         first = whole.arrays["text_length"].cumsum() - whole.arrays["text_length"]
         found = (np.delete(trace.arrays[f"tiny-draft/{name}"], first, axis=0) for trace in (steps, whole))
         assert next(found) == pytest.approx(next(found), abs=1e-4)
+
+
+def test_one_pass_of_the_target_serves_two_heads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both have the numbers of one that reads alone."""
+    words = ("num_samples=2", "max_new_tokens=12", "task.longest=2")
+    ended, _ = read(tmp_path, *words, name="own")
+    texts, folder = f"task.texts={ended.run_dir}", hub.resolve(load("tiny-eagle"))
+    passes = mock.Mock(wraps=read_prompts)
+    monkeypatch.setattr(reading, "read_prompts", passes)
+    _, alone = read(tmp_path, texts, "task.longest=2", "draft=tiny-eagle", name="alone")
+    num_alone = passes.call_count
+    local = ("draft=local", f"draft.model.path={folder}", "task.drafts=[tiny-eagle]")
+    _, both = read(tmp_path, texts, "task.longest=2", *local, name="both")
+    assert passes.call_count == 2 * num_alone > 0, "as many passes"
+    for name, number in product(("tiny-eagle", "local"), ("log_q", "log_race")):
+        assert both.arrays[f"{name}/{number}"] == pytest.approx(alone.arrays[f"tiny-eagle/{number}"], abs=1e-4)
 
 
 def test_an_interrupted_reading_is_resumed_to_the_same_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,9 +36,18 @@ def _console(width: int, found: list[dict[str, Any]] | None = None) -> Console:
 def test_the_ranking_shows_all_sizes_what_is_missing_and_what_figures_rest_on() -> None:
     text = " ".join(_console(110).export_text().split())
     assert "65B int8wo" in text
-    assert f"5 of {len(choices())}, which format=json has" in text
+    assert f"5 of {len(choices())}, which format=full has" in text
     assert "ms/token of a completion after its first token, tokens/s over all rows and replicas" in text
     assert "forecast by data sheet" in text
+
+
+def test_all_rows_are_shown_in_full() -> None:
+    console = Console(record=True, width=110, file=io.StringIO())
+    print_search(searched(choices()[:12]), console, is_full=True)
+    text = console.export_text()
+    assert "all 12. ms/token" in text
+    rows = [int(number) for number in re.findall(r"^ +(\d+) 65B", text, re.MULTILINE)]
+    assert rows == [one["rank"] for one in choices()[:12]]
 
 
 def test_five_rows_are_shown_the_fastest_of_each_precision_of_the_asked_model_before_any_other() -> None:

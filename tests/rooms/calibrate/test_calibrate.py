@@ -36,6 +36,7 @@ class Shown(dict[str, tuple[int, int]]):
         self[label] = (done, total)
 
 
+@pytest.mark.heavy
 def test_the_file_is_a_sound_description_from_which_a_run_can_be_planned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

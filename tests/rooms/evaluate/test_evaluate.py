@@ -358,7 +358,7 @@ def test_the_sums_of_true_trees_are_as_wide_as_their_variances_say() -> None:
     [
         slow("wrong residual", "speculative", "a residual drawn from the target"),
         slow("weightless residual", "block", "a residual that forgets the block's weight"),
-        heavy("shared uniforms", "block", "a residual that shares the draft's uniforms"),
+        slow("shared uniforms", "block", "a residual that shares the draft's uniforms"),
         slow("shared race", "speculative", "a residual that shares the draft's race"),
         slow("kept sibling", "speculative", "a rejected sibling kept in the draft's law"),
         slow("forgetful penalty", "block", "penalties that forget drafted tokens"),

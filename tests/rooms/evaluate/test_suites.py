@@ -189,8 +189,9 @@ def text_sums(value: float, *, shift: float = 0.0) -> TextSums:
     """A text of which each score has this value, with variance 1."""
     num = len(SCORES)
     return TextSums(
-        values=[value] * num, variances=[1.0] * num, reaches=[2.0] * num, shifts=[[shift] * num] * len(FAULTS)
-    )
+        values=[value] * num, variances=[1.0] * num, reaches=[2.0] * num, ranges=[3.0] * num,
+        shifts=[[shift] * num] * len(FAULTS),
+    )  # fmt: skip
 
 
 def test_samples_that_agree_with_each_other_must_agree_with_the_target_too() -> None:

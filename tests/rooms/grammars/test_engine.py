@@ -200,11 +200,32 @@ def test_forced_tokens_are_drafted_and_change_no_greedy_text(monkeypatch: pytest
 
     plain = complete(decoder(has_draft=False, temperature=0.0), asked([whole, None, whole]))
     monkeypatch.setattr(GrammarText, "forced", known)
-    for how in ({}, {"replay": True}, {"rule_name": "coupled"}):
-        found = complete(decoder(temperature=0.0, **how), asked([whole, None, whole]))
+    kinds: list[dict[str, Any]] = [
+        {}, {"replay": True}, {"rule_name": "coupled"}, {"tree": "2x2"}, {"tree": "2x2", "replay": True},
+        {"tree": "dynamic-5x2x3"}, {"has_draft": False, "ngram": True},
+        {"has_draft": False, "ngram": True, "tree": "2x2"},
+    ]  # fmt: skip
+    for how in kinds:
+        found = complete(decoder(**{"temperature": 0.0} | how), asked([whole, None, whole]))
         assert ids_of(found) == ids_of(plain)
+        sampled = complete(decoder(**how), asked([whole] * 6))
+        assert {text_of(done) for done in sampled} <= {"abab", "abb", "bab", "bb"}
     sampled = complete(decoder(rule_name="block"), asked([whole] * 6))
     assert {text_of(done) for done in sampled} <= {"abab", "abb", "bab", "bb"}
+
+
+@pytest.mark.parametrize("kind", ["chain", "greedy", "tree", "greedy tree", "dynamic tree", "copies", "copied tree"])
+def test_what_must_follow_is_drafted_whatever_drafts(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """A text that is known passes in rounds of as many tokens as a draft can have, and one more."""
+    how = KINDS.get(kind, {"has_draft": False, "ngram": True, "tree": "2x2", "temperature": 0.0})
+    ids = [1] * 5 + [0] * 7
+    monkeypatch.setattr(GrammarText, "forced", lambda text, number: ids[len(text._text) :][:number])
+    [done] = complete(decoder(**how, batch_size=1), asked([GrammarSampling(regex="b{5}a{7}")]))
+    assert text_of(done) == "bbbbbaaaaaaa"
+    made = decoder(**how).round
+    depth = made.tree.depth if made.tree else made.max_tokens_per_round - 1
+    assert depth > 1
+    assert [*done.accepted_lengths[:-1]] == [depth] * (len(done.accepted_lengths) - 1)
 
 
 def test_the_bytes_that_must_follow_are_forced_but_for_the_last_token() -> None:

@@ -6,7 +6,7 @@ Shapes: G tables, B rows, T places, K drafted tokens, V = 4 tokens, X words of a
 """
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -16,16 +16,16 @@ from torch import Tensor
 from llama_ssp.rooms.grammars.records import GrammarSampling
 from llama_ssp.rooms.grammars.text import begin
 from llama_ssp.settings.schema import SamplingConfig, VerificationConfig
-from llama_ssp.speculate.drafters.drafter import with_forced
+from llama_ssp.speculate.drafters.drafter import with_forced, with_forced_child
 from llama_ssp.speculate.engine.masks import forbidden
 from llama_ssp.speculate.sampling.context import Context
 from llama_ssp.speculate.sampling.draft import Draft, Topology, Verdict
 from llama_ssp.speculate.sampling.processors import processor
 from llama_ssp.speculate.sampling.rules import Rule, make_rule
-from llama_ssp.speculate.sampling.trees import Tree, verify_tree
+from llama_ssp.speculate.sampling.trees import Tree, draw_children, verify_tree
 from llama_ssp.speculate.sampling.uniforms import Draws
 from tests.helpers.decoders import tree_of
-from tests.helpers.exact_law import codes_of, round_law
+from tests.helpers.exact_law import codes_of, race_law, round_law
 from tests.helpers.lanes import grid
 from tests.helpers.table_models import TableModel, joint_law, random_table
 from tests.helpers.tree_law import tree_law
@@ -106,12 +106,26 @@ def test_a_chain_has_the_law_of_the_restricted_target(regex: str, name: str, rul
     assert error(regex, SAMPLINGS[name], rule_name, number) < 1e-12
 
 
+def race_error(regex: str, sampling: SamplingConfig, number: int, *, fault: Fault = lambda bits: bits) -> float:
+    """The same under `coupled`, whose text no draft changes."""
+    rule = Constrained(make_rule(sampling, VerificationConfig(rule="coupled")), regex, fault)
+    target = full_table(seed=3 + number, num_tables=2, max_length=number)
+    law, spread = race_law(rule, target, number)
+    wanted = joint_law(tuple(map(processor(sampling), restricted(target, regex).logits)))
+    return max(spread, float((law - wanted).abs().max()))
+
+
+@grid(regex=list(LANGUAGES), name=list(SAMPLINGS), number=[1, 2])
+def test_races_have_the_law_of_the_restricted_target(regex: str, name: str, number: int) -> None:
+    assert race_error(regex, SAMPLINGS[name], number) < 1e-12
+
+
 @grid(regex=list(LANGUAGES), rule_name=["speculative", "block"], number=[1, 2])
 def test_certain_tokens_keep_the_law_of_the_restricted_target(regex: str, rule_name: str, number: int) -> None:
     assert error(regex, SAMPLINGS["temperature"], rule_name, number, is_point_mass=True) < 1e-12
 
 
-@pytest.mark.parametrize("rule_name", ["speculative", "block"])
+@pytest.mark.parametrize("rule_name", ["speculative", "block", "coupled"])
 @pytest.mark.parametrize(
     "fault",
     [
@@ -121,7 +135,8 @@ def test_certain_tokens_keep_the_law_of_the_restricted_target(regex: str, rule_n
     ids=["one place late", "of the whole draft"],
 )
 def test_a_mask_of_another_place_changes_the_law(fault: Fault, rule_name: str) -> None:
-    assert error("(ab|b){1,2}", SAMPLINGS["temperature"], rule_name, 2, fault=fault) > 1e-3
+    of_rule = partial(error, rule_name=rule_name) if rule_name != "coupled" else race_error
+    assert of_rule("(ab|b){1,2}", SAMPLINGS["temperature"], number=2, fault=fault) > 1e-3
 
 
 class Forced(Constrained):
@@ -170,6 +185,20 @@ def test_a_tree_has_the_law_of_the_restricted_target(regex: str, shape: str) -> 
     assert tree_error(regex, shape) < 1e-12
 
 
+@grid(regex=list(LANGUAGES), shape=["2x1", "1x1x1"])
+def test_a_forced_child_of_a_tree_keeps_the_law(regex: str, shape: str) -> None:
+    assert tree_error(regex, shape, forced=(1, 0)) < 1e-12
+    assert tree_error(regex, shape, forced=(2,)) < 1e-12
+
+
+def test_a_forced_child_with_the_drafters_law_changes_the_text() -> None:
+    def draw(probs_BMV: Tensor, uniforms_BXP: Tensor) -> Tensor:
+        forced_B1 = torch.ones(len(probs_BMV), 1, dtype=torch.long)
+        return draw_children(with_forced_child(forced_B1, probs_BMV, takes_best=False), uniforms_BXP)
+
+    assert tree_error("(ab|b){1,2}", "2x1", draw=draw) > 1e-3
+
+
 def test_masks_of_the_nodes_before_change_the_law_of_a_tree() -> None:
     def of_a_chain(nodes: Topology, row: int) -> range:
         return range(nodes.parents_BN[row].shape[0])
@@ -180,8 +209,9 @@ def test_masks_of_the_nodes_before_change_the_law_of_a_tree() -> None:
 def tree_error(
     regex: str, shape: str,
     parents_of: Callable[[Topology, int], Any] = lambda nodes, row: nodes.parents_BN[row].tolist(),
+    forced: tuple[int, ...] = (), draw: Callable[[Tensor, Tensor], Tensor] = draw_children,
 ) -> float:  # fmt: skip
-    """The same of trees; the rule's target is masked by the nodes' own masks."""
+    """The same of trees; the rule's target is masked by the nodes' own masks, and the draft begins as forced."""
     tree = tree_of(shape)
     assert tree
     process = processor(SAMPLINGS["temperature"])
@@ -199,5 +229,11 @@ def tree_error(
         target_BTV = process(torch.stack(logits, dim=1).masked_fill(is_forbidden_BTV, float("-inf")))
         return verify_tree(tree, draft, target_BTV, draws=draws)
 
-    law = tree_law(tree, process, target=target, draft=draft, verify=verify)
+    code = 0
+    for depth, token in enumerate(forced):  # after the first children alone
+        scores_1V = draft.logits[depth][0, code : code + 1]
+        probs_11V = with_forced_child(torch.tensor([[token]]), process(scores_1V)[None], takes_best=False)
+        draft.logits[depth][0, code : code + 1] = probs_11V[0].log()
+        code = code * free.vocab_size + token
+    law = tree_law(tree, process, target=target, draft=draft, verify=verify, draw=draw)
     return float((law - joint_law(tuple(process(logits) for logits in target.logits))[0]).abs().max())

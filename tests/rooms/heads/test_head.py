@@ -8,12 +8,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
 from llama_ssp import catalogue
 from llama_ssp.architectures.reading import read_config
 from llama_ssp.errors import CheckpointError
 from llama_ssp.models.cache import Taps
+from llama_ssp.models.huggingface.modules import layers_of
 from llama_ssp.models.loading import check_model, load_model
 from llama_ssp.models.runner import Runner
 from llama_ssp.models.weights import Loading
@@ -28,6 +30,7 @@ from tests.helpers.decoders import outcome
 from tests.helpers.draft_heads import make_tensors, reference, save_original, save_speculator
 from tests.helpers.head_drafts import Seen, check
 from tests.helpers.lanes import heavy, slow
+from tests.helpers.models import build_checkpoint
 
 LAYERS = (2, 5, 7)
 PROMPTS = ((5, 900, 17, 4, 256), (31,), tuple(range(40, 70)))
@@ -102,6 +105,53 @@ def test_a_head_reads_what_it_has_missed_in_rounds_that_did_not_draft(
     assert check(seen, library, LAYERS, None, wanted) > 10
 
 
+@pytest.mark.parametrize(
+    ("vocab_size", "num_drafted"), [(4100, 1024), (4090, 1022), heavy(4100, 4100), (4090, 4090)]
+)  # fmt: skip
+def test_a_vocabulary_that_is_padded_otherwise_than_the_target_s_is_one(
+    vocab_size: int, num_drafted: int, target: Runner, library: Any, tmp_path: Path  # noqa: ANN401
+) -> None:  # fmt: skip
+    """The head's own embedding has more rows or fewer; of more tokens the last ones are drafted never."""
+    tensors, seen = make_tensors(vocab_size=vocab_size, num_drafted=num_drafted), Seen()
+    embedding_VE = torch.randn(vocab_size, 256, generator=torch.Generator().manual_seed(3)) / 8
+    prompts = [tuple(min(token, 4089) for token in prompt) for prompt in PROMPTS]
+    decode(target, source(save_speculator(tmp_path / "head", tensors, embedding_VE)), seen=seen, prompts=prompts)
+    padded_VE = functional.pad(embedding_VE, (0, 0, 0, 6))
+
+    def wanted(text: list[int], taps_LX: Tensor, drafted: list[int]) -> Tensor:
+        logits_V = referring(tensors, padded_VE)(text, taps_LX, drafted)[:4096]
+        return functional.pad(logits_V, (0, 4096 - len(logits_V)), value=float("-inf"))
+
+    assert check(seen, library, LAYERS, None, wanted) > 20
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_neox", "qwen3_next"])
+def test_a_tap_of_the_last_output_is_taken_before_the_final_norm(family: str, tmp_path: Path) -> None:
+    model: Any = build_checkpoint(tmp_path, family)
+    layers, kept = layers_of(model)[1], list[Tensor]()
+    layers[-1].register_forward_hook(lambda _module, _args, out: kept.append(out[0] if isinstance(out, tuple) else out))
+    runner, ids_BT = load_model(Loading(inspect(tmp_path), dtype=torch.float32)), torch.tensor([[5, 9, 1, 4]])
+    taps = Taps(
+        (len(layers), len(layers) + 1), width=model.config.hidden_size, dtype=torch.float32, device=ids_BT.device
+    )
+    runner.allocate(batch_size=1, capacity=64)
+    taps.allocate(batch_size=1, num_slots=64)
+    with torch.inference_mode():
+        normed_TE = model(ids_BT, output_hidden_states=True).hidden_states[-1][0]
+        runner.forward(ids_BT, torch.arange(4)[None], bucket=64, taps=taps)
+    for found_TE, wanted_TE in zip(
+        taps.read(torch.arange(4)[None])[0].chunk(2, -1), (normed_TE, kept[0][0]), strict=True
+    ):
+        torch.testing.assert_close(found_TE, wanted_TE, atol=1e-5, rtol=1e-4)
+
+
+def test_the_last_output_is_one_of_the_taps_of_a_head(tmp_path: Path) -> None:
+    named = {"eagle_aux_hidden_state_layer_ids": [2, 5, 10]}
+    origin = source(save_original(tmp_path / "head", make_tensors(), **named))
+    assert origin.layers == (2, 5, 11)
+    check_model(origin, num_ranks=2)
+
+
 def referring(tensors: dict[str, Tensor], embedding_VE: Tensor, **flags: bool) -> Callable[..., Tensor]:
     return lambda text, taps_LX, drafted: reference(tensors, embedding_VE[[*text[1:], *drafted]], taps_LX, **flags)
 
@@ -158,8 +208,8 @@ FAULTS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "a map to one token twice": ({"d2t": -torch.arange(1024)}, {}, "d2t leads twice to one token"),
     "two maps that differ": ({"d2t": torch.zeros(1024, dtype=torch.int64)}, {}, "d2t contradicts t2d"),
     "no map": ({"d2t": None}, {}, "drafts 1024 of 4096 tokens and lacks d2t"),
-    "a layer that the target lacks": ({}, {"eagle_aux_hidden_state_layer_ids": [1, 5, 10]},
-                                      r"reads the layers \[1, 5, 10\], and this target has 10"),
+    "a layer that the target lacks": ({}, {"eagle_aux_hidden_state_layer_ids": [1, 5, 11]},
+                                      r"reads the layers \[1, 5, 11\], and this target has 10"),
     "another speculator": ({}, {"speculators_model_type": "mlp"},
                            "MLP speculator, and of draft heads those of EAGLE-3, P-EAGLE, DFlash and DSpark are read"),
     "a speculator of no head": ({}, {"speculators_model_type": "mtp"}, "describes a speculator of type mtp, and of"),

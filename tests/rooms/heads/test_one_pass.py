@@ -1,5 +1,6 @@
 """Heads of one pass draft as their public definitions say, whatever was accepted before, and faults are sentences."""
 
+import json
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ from tests.helpers.lanes import heavy, slow
 from tests.helpers.models import FAMILIES, VOCAB_SIZE, build_checkpoint, refusal
 from tests.helpers.one_pass_heads import (
     CONFIGS,
+    SELECTING,
     SHARING,
     VOCABULARY,
     WIDTH,
@@ -75,7 +77,7 @@ def check(folder: Path, layout: str, **how: Any) -> int:
     return head_drafts.check(seen, library, taps_of(layout), tree, wanted)
 
 
-ALWAYS = {"peagle": None, "dflash of its authors": None, "dspark": "2x2x1"}
+ALWAYS = {"peagle": None, "dflash of its authors": None, "dspark": "2x2x1", SELECTING: "2x2x1"}
 
 
 @pytest.mark.parametrize(
@@ -97,18 +99,21 @@ def test_a_head_reads_what_it_has_missed_in_rounds_that_did_not_draft(layout: st
     assert check(tmp_path, layout, num_new=40, choices=choices) > 10
 
 
-@pytest.mark.parametrize("kind", [
-    *("gpt_neo", "nemotron_h"), *map(heavy, OF_OTHER_NAMES),
-    *(slow(kind) for kind in {**FAMILIES, **MORE} if kind not in {"gpt_neo", "nemotron_h", *OF_OTHER_NAMES}),
+@pytest.mark.parametrize(("kind", "layout"), [
+    ("gpt_neo", SHARING), ("nemotron_h", SELECTING), heavy("nemotron_h", SHARING),
+    *(heavy(kind, SHARING) for kind in OF_OTHER_NAMES),
+    *(slow(kind, SHARING) for kind in {**FAMILIES, **MORE} if kind not in {"gpt_neo", "nemotron_h", *OF_OTHER_NAMES}),
 ])  # fmt: skip
-def test_a_head_with_the_tables_of_its_target_drafts_for_every_family(tmp_path: Path, kind: str) -> None:
+def test_a_head_with_the_tables_of_its_target_drafts_for_every_family(tmp_path: Path, kind: str, layout: str) -> None:
     """Of embedding, output and layers whatever their names."""
     build_checkpoint(tmp_path / "target", kind, **MORE.get(kind, {}))
     save_tokenizer(tmp_path / "target", VOCAB_SIZE)
     if refusal(lambda: check_readable(tmp_path / "target", "none")):
         return
-    layers = {"mask_token_id": VOCAB_SIZE - 1, "target_layer_ids": [0, 0, 0]}
-    save_head(tmp_path / "head", SHARING, vocab_size=VOCAB_SIZE, dflash_config=layers)
+    layers = CONFIGS[layout]["dflash_config"] | {"mask_token_id": VOCAB_SIZE - 1, "target_layer_ids": [0, 0, 0]}
+    books = {name: each[:VOCAB_SIZE] for name, each in make_tensors(layout).items() if "codebook" in name}
+    tensors = make_tensors(layout) | {name: each.clone() for name, each in books.items()}
+    save_head(tmp_path / "head", layout, tensors, vocab_size=VOCAB_SIZE, dflash_config=layers)
     drafted = load_pair(tmp_path / "target", tmp_path / "head", dtype="fp32")
     of_a_block: dict[str, Any] = {"num_draft_tokens": ADAPTIVE}  # which is shorter than the longest K
     texts = [
@@ -119,7 +124,7 @@ def test_a_head_with_the_tables_of_its_target_drafts_for_every_family(tmp_path: 
 
 
 @pytest.mark.parametrize(
-    "layout", [*map(heavy, ("recurrent dspark", "peagle")), *map(slow, (SHARING, "dflash of DeepSpec"))]
+    "layout", [SELECTING, *map(heavy, ("recurrent dspark", "peagle")), *map(slow, (SHARING, "dflash of DeepSpec"))]
 )
 def test_greedy_text_is_that_of_plain_decoding(layout: str, tmp_path: Path) -> None:
     """Launched and recorded, in batches of one and of three, which refill rows; accepted or not."""
@@ -140,17 +145,32 @@ def test_a_plan_counts_the_head_by_config_json_alone(layout: str, tmp_path: Path
     own = {name: tensor for name, tensor in tensors.items() if name not in {"d2t", "t2d", "mask_hidden"}}
     own = {name: tensor for name, tensor in own.items() if not name.startswith(("confidence_head", "fc_norm"))}
     stored = sum(tensor.numel() for tensor in own.values()) + WIDTH * ("mask_hidden" in tensors)
-    stored += 2 * VOCABULARY * WIDTH if layout == SHARING else 0
+    stored += 2 * VOCABULARY * WIDTH if layout in {SHARING, SELECTING} else 0
     assert inventory(shape).num_parameters == stored
 
 
+_SELECTOR = CONFIGS[SELECTING]["dflash_config"]
+_TAPS = {"mask_token_id": 1, "target_layer_ids": [0, 1, 3]}
 FAULTS: dict[str, tuple[str, dict[str, Any], str]] = {
     "no mask token": ("peagle", {"mask_token_id": None}, "lacks mask_token_id of the head"),
     "a mask token beyond": ("dflash", {"mask_token_id": 224}, "has mask_token_id 224 of 224 tokens"),
     "no block": (SHARING, {"block_size": None}, "lacks block_size of the head"),
     "no taps": ("dspark of DeepSpec", {"target_layer_ids": None}, "lacks target_layer_ids, the layers that"),
     "a tap beyond": ("dspark of DeepSpec", {"target_layer_ids": [1, 6]}, r"reads the layers \[2, 7\], and this target"),
-    "windows": ("dflash of DeepSpec", {"layer_types": ["sliding_attention", "full_attention"]}, "in a block"),
+    "windows": ("dflash of DeepSpec", {"layer_types": ["sliding_attention", "full_attention"]}, "read in a block"),
+    "a kind to come": (SHARING, {"architectures": ["DFlash3DraftModel"]}, "describes DFlash3DraftModel, and of"),
+    "two kinds": ("dflash", {"architectures": ["DFlash2DraftModel"]}, "of type dflash in the class DFlash2DraftModel"),
+    "fields of another kind": (SHARING, {"dflash_config": _TAPS | {"selector_rank": 8}},
+                               r"has selector_rank, which no dflash head \(DFlashDraftModel\) has"),
+    "such fields beside": (SHARING, {"conv_kernel_size": 2}, "has conv_kernel_size, which no dflash head"),
+    "fields to come": (SELECTING, {"dflash_config": _SELECTOR | {"memory_slots": 4}},
+                       "has memory_slots, which no dflash2 head"),
+    "a selector to come": (SELECTING, {"selector_depth": 2}, "has selector_depth, which no dflash2 head"),
+    "a group that fits nowhere": (SELECTING, {"dflash_config": _SELECTOR | {"conv_group_size": 9}},
+                                  "conv_group_size 9 for a width of 64"),
+    "another window beside": ("dflash", {"layer_types": ["sliding_attention"]}, "layer_types .* of 2 layers"),
+    "a window of none": (SELECTING, {"sliding_window": 0}, "has sliding_window 0: download"),
+    "tensors that nothing reads": ("dspark of DeepSpec", {"markov_rank": 0}, "this head takes .model.markov_head"),
     "other masks": (SHARING, {"dflash_config": {"causal": True}}, "has causal in dflash_config, which engines read"),
     "another Markov head": ("dspark", {"markov_head_type": "lstm"}, "and vanilla or gated or rnn is read"),
     "another family": ("dflash of DeepSpec", {"architectures": ["Gemma4DSparkModel"]}, "in a layout that is not read"),
@@ -184,6 +204,14 @@ def test_a_published_head_of_eagle_1_or_2_is_named_by_plans_and_runs(stored: str
         edit_json(tmp_path / "config.json", architectures=["LlamaForCausalLMEagle"])
     for read in (inspect, read_config, lambda folder: check_readable(folder, "none")):
         with pytest.raises(CheckpointError, match=r"a head of EAGLE-1 or 2, .* give one of them in safetensors"):
+            read(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["gemma4_assistant", "gemma4_unified_assistant"])
+def test_a_draft_that_reads_its_target_s_cache_is_named_by_plans_and_runs(kind: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, "hidden_size": 64, "vocab_size": 100}))
+    for read in (inspect, read_config, lambda folder: check_readable(folder, "none")):
+        with pytest.raises(CheckpointError, match=r"an assistant, which reads the keys and values .* give one of them"):
             read(tmp_path)
 
 

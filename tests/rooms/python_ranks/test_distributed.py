@@ -118,6 +118,6 @@ def test_a_pair_on_ranks_of_its_own_survives_mistakes_and_leaves_no_process(tmp_
     wait_for(lambda: not [pid for pid in family if is_alive(pid)], at_most_s=20)
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_a_pair_belongs_to_the_process_that_started_its_ranks(tmp_path: Path) -> None:
     check_forks(2, folder=tmp_path)

@@ -11,6 +11,7 @@ from llama_ssp.rooms.serve.protocol import BodyReader
 from llama_ssp.settings.combinations import table
 from tests.helpers.doors import config_of, has_sentence, patch, save_models, words_of
 from tests.helpers.in_process import launch
+from tests.helpers.lanes import first
 
 NOT_ASKED = [("a tree", "a recurrent model")]
 """A server takes no tree, whatever the files say."""
@@ -22,7 +23,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.seconds
-@pytest.mark.parametrize("both", [both for both in table() if both not in NOT_ASKED], ids=" x ".join)
+@pytest.mark.parametrize("both", first([both for both in table() if both not in NOT_ASKED], num=8), ids=" x ".join)
 def test_server_and_batch_file_refuse_two_abilities_with_their_sentence(
     both: tuple[str, str], folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -160,6 +160,8 @@ def test_a_wrong_value_is_refused_by_its_name(server: Server, body: dict[str, An
     ("body", "param"),
     [
         ({"input": 5}, "input"), ({"input": [{"type": "image", "content": "x"}]}, "input"),
+        ({"input": "x", "text": {"format": {"type": "grammar"}}}, "text"),
+        ({"input": "x", "text": {"verbosity": "low"}}, "text"),
         ({"input": "x", "n": 2}, "n"), ({"input": "x", "truncation": "auto"}, "truncation"),
         ({"input": "x", "tools": [{"type": "web_search"}]}, "tools"),
         ({"input": "x", "instructions": []}, "instructions"),
@@ -212,3 +214,18 @@ def test_a_full_server_says_when_to_come_back(pair: Pair) -> None:
         assert 1 <= int(statuses[2].headers["retry-after"]) <= 60
         for connection in held:
             connection.close()
+
+
+def test_token_ids_are_those_of_the_text(server: Server) -> None:
+    """In parts too, and the names of scored tokens say the same ids."""
+    named = {"return_token_ids": True, "return_tokens_as_token_ids": True, "logprobs": 2}
+    [choice] = server.complete(**ASKED, **named)["choices"]
+    ids, prompt = choice["token_ids"], choice["prompt_token_ids"]
+    assert server.ask("/detokenize", {"tokens": ids})[1]["prompt"] == choice["text"]
+    assert server.ask("/tokenize", {"prompt": PROMPT})[1]["tokens"] == prompt
+    assert choice["logprobs"]["tokens"] == [f"token_id:{token}" for token in ids]
+    tops = choice["logprobs"]["top_logprobs"]
+    assert all(top.keys() >= {name} for top, name in zip(tops, choice["logprobs"]["tokens"], strict=True))
+    parts = [part["choices"][0] for part in server.stream("/v1/completions", **ASKED, return_token_ids=True)]
+    assert [token for part in parts for token in part["token_ids"]] == ids
+    assert not {"token_ids", "prompt_token_ids"} & server.complete(**ASKED)["choices"][0].keys()

@@ -3,6 +3,7 @@
 import json
 import math
 import random
+import select
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -258,6 +259,7 @@ def test_connections_that_send_or_read_too_slowly_are_closed(pair: Pair, monkeyp
         wait_for(is_over)
         assert silent.recv(100) == b""
         assert b" 408 " in body.recv(100)
+        wait_for(lambda: bool(select.select([reader], [], [], 0)[0]))  # the answer begins
         time.sleep(3)
         assert len(b"".join(iter(partial(reader.recv, 1 << 16), b""))) < 50_000
 

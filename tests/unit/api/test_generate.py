@@ -1,6 +1,7 @@
 """What `Pair.generate` takes, gives and keeps."""
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -243,6 +244,16 @@ def test_calls_of_several_threads_wait_for_each_other_and_a_call_inside_a_call_i
 
     assert ids(complete(PROMPTS[0], streamer=Calling(pair.tokenizer))) == alone[0]
     assert refused
+
+
+def test_a_pair_belongs_to_the_process_that_loaded_it(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a child that has forked; its parent goes on."""
+    here = os.getpid()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getpid", lambda: here + 1)
+        with pytest.raises(ConfigError, match=f"this pair belongs to process {here}, which loaded it"):
+            pair.generate("x", max_new_tokens=1)
+    assert pair.generate("x", max_new_tokens=1)
 
 
 def test_a_closed_pair_takes_no_call(pair: Pair) -> None:

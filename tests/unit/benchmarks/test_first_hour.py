@@ -72,6 +72,7 @@ def test_every_end_of_a_step_is_named_and_no_other_step_is_harmed(tmp_path: Path
     assert not [file for file in running if file.exists() and seconds in file.read_text(errors="replace")]
 
 
+@pytest.mark.heavy
 def test_the_command_says_each_step_packs_what_it_wrote_and_carries_no_secret(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -41,7 +41,7 @@ BENT = {
 @pytest.mark.filterwarnings("ignore")  # of the library
 @pytest.mark.parametrize(("kind", "flags"), [
     *(pytest.param(kind, flags, id=f"{kind}, sample") for kind, flags in SAMPLE.items()),
-    *((slow if place % 18 else heavy)(kind, None) for place, kind in enumerate(KINDS)),
+    *((slow if place % 36 else heavy)(kind, None) for place, kind in enumerate(KINDS)),
 ])  # fmt: skip
 def test_every_flag_of_a_family_gives_ranks_the_logits_of_the_uncut_model_or_is_refused(
     tmp_path: Path, kind: str, flags: tuple[str, ...] | None

@@ -125,7 +125,7 @@ def test_a_plan_counts_what_runs_refuse_and_says_so(
     described: object, quantization: str, counted: str, reason: str, tmp_path: Path
 ) -> None:
     (said,) = refusals(tmp_path, described, quantization=quantization)
-    reason = f"local describes quantized weights that cannot be read ({reason})"
+    reason = f"{tmp_path.name} describes quantized weights that cannot be read ({reason})"
     assert said.startswith(f"runs refuse this model, whose matrices are counted as {counted}: {reason}: unquantized")
     model = planned(tmp_path, SMALL, described, quantization)
     assert total(model) == total(replace(model, stored_format=None))
@@ -158,7 +158,7 @@ def test_plan_and_run_take_the_stored_format_unless_another_is_given(tmp_path: P
         assert planned(tmp_path, SMALL, W4A16, quantization).quantization == "int4_weight_only"
         check_readable(tmp_path, quantization)
     (said,) = refusals(tmp_path, GPTQ, quantization="int8_weight_only")
-    assert said.startswith("runs refuse this model: local holds int4_weight_only weights, ")
+    assert said.startswith(f"runs refuse this model: {tmp_path.name} holds int4_weight_only weights, ")
     with pytest.raises(ConfigError, match=r"holds int4_weight_only weights, .*leave it out"):
         check_readable(tmp_path, "int8_weight_only")
 

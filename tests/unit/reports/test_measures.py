@@ -7,7 +7,7 @@ import pytest
 from llama_ssp.reports.measures import LEAST_PROMPTS, Estimate, measure, median, ratio
 from llama_ssp.reports.records import PLAIN, SPECULATIVE
 from llama_ssp.reports.runs import Run
-from tests.helpers.lanes import slow
+from tests.helpers.lanes import heavy, slow
 from tests.helpers.sweeps import PLAIN_MS, simulated_run, simulated_sweep, true_acceptance, true_speedup
 
 pytestmark = pytest.mark.seconds
@@ -36,7 +36,7 @@ def covers(found: Estimate, true: float) -> bool:
     return found.low <= true <= found.high
 
 
-@pytest.mark.parametrize("num_prompts", [15, slow(6), slow(7), slow(40)])
+@pytest.mark.parametrize("num_prompts", [heavy(15), slow(6), slow(7), slow(40)])
 def test_intervals_cover_the_true_value_in_95_of_100_simulated_sweeps(num_prompts: int) -> None:
     """Each of 100 sweeps has 4 points, so that 380 of 400 intervals of a figure should cover, give or take 4.4.
 

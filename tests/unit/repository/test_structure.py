@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from functools import cache
 from itertools import chain, combinations, product
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
@@ -21,7 +22,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 from llama_ssp.manifest import present
-from tests.helpers.lanes import grid
+from tests.helpers.lanes import grid, meeting
 from tests.helpers.private_names import PRIVATE_NAMES
 from tests.helpers.repository import PYTHON_FOLDERS, ROOT, files, modules, tree_of
 
@@ -214,15 +215,28 @@ def test_the_lowest_pins_are_the_lower_ends_of_the_ranges() -> None:
 
 
 def test_in_a_grid_every_value_runs_always_every_two_meet_with_heavy_and_no_case_is_lost() -> None:
-    axes = {"a": [1, 2, 3], "b": "xyz", "c": [False, True], "d": [None, 5]}
+    axes: dict[str, Any] = {"a": [1, 2, 3], "b": "xyz", "c": [False, True], "d": [None, 5]}
     cases = grid(**axes).args[1]
     assert sorted(map(str, (case.values for case in cases))) == sorted(map(str, product(*axes.values())))
+    some = grid(where=lambda a, c, **_: a < 3 or c, **axes).args[1]
+    assert [case.values for case in some] == [case.values for case in cases if case.values[0] < 3 or case.values[2]]
     for num_values, lanes, most in ((1, set[str](), 4), (2, {"heavy"}, 12)):
         chosen = [case.values for case in cases if {mark.name for mark in case.marks} <= lanes]
         assert len(chosen) <= most
         for places in combinations(range(4), num_values):
             wanted = set(product(*([*axes.values()][place] for place in places)))
             assert {tuple(case[place] for place in places) for case in chosen} == wanted
+
+
+def test_parts_that_are_in_one_value_meet_with_heavy_as_well() -> None:
+    values = ["x", "a b", "a b c", "b c", "c d", "d", "a c d"]
+    cases: list[Any] = meeting(values, str.split, always=2)
+    lanes = {getattr(case, "values", (case,))[0]: {m.name for m in getattr(case, "marks", ())} for case in cases}
+    assert [*lanes] == values
+    assert [value for value, names in lanes.items() if not names] == values[:2]
+    chosen = [value for value, names in lanes.items() if names <= {"heavy"}]
+    assert len(chosen) == 4
+    assert all(any({*two} <= {*value.split()} for value in chosen) for two in ("ab", "ac", "bc", "cd", "ad"))
 
 
 LINTER = Path(sys.executable).parent / "lint-imports"

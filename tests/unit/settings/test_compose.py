@@ -18,7 +18,7 @@ from llama_ssp.settings.compose import Composed, Known, compose, groups_of, run_
 from llama_ssp.settings.schema import MODEL_DRAFT, NO_DRAFT, RunConfig
 from llama_ssp.settings.tasks import default_of
 from tests.helpers.composed import compose_run
-from tests.helpers.lanes import first
+from tests.helpers.lanes import sample
 from tests.helpers.own_conf import OwnConf
 
 pytestmark = pytest.mark.seconds
@@ -98,7 +98,7 @@ def test_an_experiment_sets_several_values_and_the_user_has_the_last_word() -> N
     assert (run.cuda_graphs, run.timeouts.load_s) == (False, 9)
 
 
-@pytest.mark.parametrize("name", first(catalogue.names("model"), num=6))
+@pytest.mark.parametrize("name", sample(catalogue.names("model"), always={*catalogue.names("model")[:6]}, every=3))
 def test_hydra_and_the_catalogue_read_the_same_model(name: str) -> None:
     run, _ = compose_run(f"model={name}", f"draft={name}")
     assert run.model == catalogue.load(name)

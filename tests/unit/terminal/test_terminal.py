@@ -119,6 +119,17 @@ def test_sentences_break_between_words_on_a_terminal_and_stay_whole_in_a_file() 
     assert written(file) == sentence + "\n"
 
 
+def test_what_a_table_has_said_is_said_again_where_nobody_sees_the_table(tmp_path: Path) -> None:
+    def said(out: str, err: str) -> str:
+        with (tmp_path / out).open("w") as one, (tmp_path / err).open("a") as other:
+            terminal = Terminal(out=Output(file=one), err=Output(file=other))
+            terminal.say_again("other programs were busy")
+        return (tmp_path / err).read_text()
+
+    assert said("both", "both") == ""
+    assert said("table", "sentences") == "other programs were busy\n"
+
+
 def test_an_error_breaks_between_words_on_a_terminal() -> None:
     sentence = "no setting is called num_draft_tokens: did you mean speculation.num_draft_tokens or " + "x" * 50
     program = f"from llama_ssp.terminal.unread import complain; complain({sentence!r})"

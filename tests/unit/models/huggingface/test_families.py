@@ -87,7 +87,7 @@ LIGHT = ("mistral", "phi3", "mixtral", "nanochat", "gemma4_text")
 @pytest.mark.parametrize(("kind", "num_ranks"), [
     *((kind, 2) for kind in LIGHT), *(slow(kind, 2) for kind in FAMILIES if kind not in LIGHT),
     *(slow(kind, 1) for kind in FAMILIES),
-    *((slow if place % 6 else heavy)(kind, 3) for place, kind in enumerate(FAMILIES)),
+    *((slow if place % 12 else heavy)(kind, 3) for place, kind in enumerate(FAMILIES)),
 ])  # fmt: skip
 def test_greedy_text_beyond_the_windows_is_the_librarys_with_and_without_a_draft(
     saved: SavedModels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, num_ranks: int
@@ -162,7 +162,7 @@ def test_a_family_that_does_not_fit_the_cache_is_refused_by_a_short_text(tmp_pat
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("kind", [
-    kind if kind in REFUSED else (slow if place % 3 and kind not in ON_ONE else heavy)(kind)
+    kind if kind in REFUSED else (slow if place % 6 and kind not in ON_ONE else heavy)(kind)
     for place, kind in enumerate({**FAMILIES, **MORE})
 ])  # fmt: skip
 def test_a_plan_refuses_what_a_run_refuses_in_the_same_words(tmp_path: Path, kind: str, num_ranks: int) -> None:

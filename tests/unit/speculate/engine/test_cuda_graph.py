@@ -15,7 +15,7 @@ from llama_ssp.speculate.engine.completion import StopRequest
 from llama_ssp.speculate.engine.state import Request
 from tests.helpers.decoders import complete, make_decoder, outcome, requests
 from tests.helpers.kinds import Make, kinds
-from tests.helpers.lanes import heavy
+from tests.helpers.lanes import first, heavy
 from tests.helpers.overlapped import overlapped_decoder
 from tests.helpers.recorded import FakeRecorder
 from tests.helpers.rooms import module_of
@@ -106,7 +106,7 @@ class Living(FakeRecorder):
         self.num_waited += 1
 
 
-@pytest.mark.parametrize("overlaps", [False, True], ids=["two stages", "four stages that overlap"])
+@pytest.mark.parametrize("overlaps", first([False, True]), ids=["two stages", "four stages that overlap"])
 def test_a_long_text_drops_the_graphs_of_buckets_that_were_read_long_ago(
     overlaps: bool, monkeypatch: pytest.MonkeyPatch, shipped: tuple[Runner, Runner]
 ) -> None:

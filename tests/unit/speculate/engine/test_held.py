@@ -30,7 +30,7 @@ from llama_ssp.weights.checkpoint import inspect
 from tests.helpers.decoders import ScriptedLength, change_runs, complete, ids_of, make_decoder, outcome, requests_of
 from tests.helpers.fake_comm import on_ranks, thread_comms
 from tests.helpers.kinds import Make, kinds
-from tests.helpers.lanes import slow
+from tests.helpers.lanes import heavy, slow
 from tests.helpers.models import FAMILIES, build_checkpoint, load_lean, load_ranks, tiny_model
 from tests.helpers.prefix_runner import PrefixRunner
 
@@ -304,7 +304,7 @@ def same_bits(make: Callable[[], Decoder], logits: FirstLogits) -> int:
     return num_reused
 
 
-@pytest.mark.parametrize(("batch_size", "shape"), [(1, None), (3, None), (1, "2x2x1")])
+@pytest.mark.parametrize(("batch_size", "shape"), [(1, None), heavy(3, None), heavy(1, "2x2x1")])
 def test_logits_after_a_prompt_have_the_same_bits(
     batch_size: int, shape: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -213,14 +213,16 @@ LIGHT = ("none", "model", "overlapped", "a choice for each round", "greedy draft
 
 
 def cases(kinds: Sequence[str], modes: Sequence[str], *, light: Sequence[str]) -> list[Any]:
-    """Every kind in every mode: `light` ones always in the first mode, and the first of them in all.
+    """Every kind in every mode: the first of the `light` ones always, with --heavy all of them in the first mode.
 
     Of light kinds in other modes, and of other kinds in the first one, a sixth runs with --heavy; the rest with --slow.
     """
 
     def lane(place: int, kind: str, mode: str) -> object:
-        if kind == light[0] or (kind in light and mode == modes[0]):
+        if kind == light[0]:
             return kind, mode
+        if kind in light and mode == modes[0]:
+            return heavy(kind, mode)
         is_chosen = (kind in light or mode == modes[0]) and (place + modes.index(mode)) % 6 == 0
         return (heavy if is_chosen else slow)(kind, mode)
 

@@ -62,15 +62,16 @@ def law_of_two_tokens(prompt_ids: tuple[int, ...], temperature: float) -> np.nda
 def test_two_sampled_tokens_have_the_law_of_the_librarys_logits(pair: Pair) -> None:
     """A chi-square test with a fixed seed.
 
-    Chance of a false alarm, for another seed: 1e-4. A law that is off by a total variation of 0.05 is missed with a
-    chance below 1e-3 (4000 draws over some fifty cells).
+    Chance of a false alarm, for another seed: 1e-4. A law that is off by a total variation of 0.15 is missed with a
+    chance below 1e-3 (1500 draws over some thirty cells; simulated for a flatter law, for too few of the likeliest
+    text, and for a shift of every cell). The laws of rules are enumerated, this is for what feeds them.
     """
-    num_samples, temperature = 4000, 0.8
+    num_samples, temperature = 1500, 0.8
     ids = encode("import", pair.models.tokenizer)
     requests = [Request(index=0, sample=sample, prompt_ids=ids, max_new_tokens=2) for sample in range(num_samples)]
     drawn = Counter(tuple(text) for text in decode(pair, requests, temperature=temperature, batch_size=250).values())
     expected = law_of_two_tokens(ids, temperature) * num_samples
-    cells = [tuple(int(token) for token in cell) for cell in np.argwhere(expected >= 8)]
+    cells = [tuple(int(token) for token in cell) for cell in np.argwhere(expected >= 5)]
     counts = [drawn[cell] for cell in cells]
     means = [float(expected[cell]) for cell in cells]
     counts.append(num_samples - sum(counts))

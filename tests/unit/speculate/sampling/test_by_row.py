@@ -19,6 +19,7 @@ from llama_ssp.speculate.sampling.processors import processor
 from llama_ssp.speculate.sampling.rules import make_rule
 from tests.helpers.decoders import complete, make_decoder, requests
 from tests.helpers.exact_law import exact_law
+from tests.helpers.operator_count import OperatorSizes
 from tests.helpers.prefix_runner import PrefixRunner
 from tests.helpers.table_models import joint_law, random_table
 
@@ -33,6 +34,8 @@ MIXED = [
     SamplingConfig(temperature=0.0, repetition_penalty=2.0, logit_bias={2: 0.25}),
 ]
 PROMPT = (3, 1, 1)
+ALL: Any = {"has_greedy": True, "truncates": True, "penalizes": True, "most": 1 << 30}
+"""Steps for every row."""
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +61,7 @@ def law_error(rule_name: str, *, is_point_mass: bool = False) -> Tensor:
     """The largest error (G,) of the law of each row's text."""
     num_draft_tokens, num_tables = 1, len(MIXED)
     target, draft = (random_table(seed=seed, num_tables=num_tables, max_length=num_draft_tokens) for seed in (13, 23))
-    steps = RowSteps(truncates=True, penalizes=True)
+    steps = RowSteps(**ALL)
     sampling = SamplingConfig(temperature=1.0, by_row=True)
     rule = make_rule(sampling, VerificationConfig(rule=rule_name), steps=steps)
     measured = exact_law(
@@ -91,19 +94,57 @@ def test_settings_of_the_neighbour_are_found_out(monkeypatch: pytest.MonkeyPatch
     assert (law_error("speculative") > 1e-3).sum() >= 3
 
 
-@pytest.mark.parametrize("steps", [RowSteps(), RowSteps(truncates=True), RowSteps(truncates=True, penalizes=True)])
-def test_steps_of_other_rows_change_no_bit(steps: RowSteps) -> None:
-    num_rows, vocab_size = len(MIXED), 300
+@pytest.mark.parametrize(
+    "chosen",
+    [[1], [1, 1, 1], [0, 1, 1], [1, 2, 1, 1, 1], [1, 3, 4, 5, 6], [*range(8)], [7, 6, 5, 1, 1, 1], [2, 3, 1, 1]],
+)
+@pytest.mark.parametrize("num_vacant", [0, 3])
+def test_steps_of_other_rows_change_no_bit(chosen: list[int], num_vacant: int) -> None:
+    """In batches of some of these rows, whose steps are as many as they need, with vacant rows before and between."""
+    samplings = [MIXED[place] for place in chosen]
+    steps = RowSteps()
+    steps.follow(samplings, limits=False)
+    num_rows, vocab_size = len(samplings) + num_vacant, 300
     generator = torch.Generator().manual_seed(3)
     logits_BTV = 3 * torch.randn(num_rows, 3, vocab_size, generator=generator)
     tokens_BS = torch.randint(vocab_size, (num_rows, 9), generator=generator)
     lengths_B = torch.full((num_rows,), 4)
-    context = Context(tokens_BS, lengths_B, lengths_B, torch.arange(4, 7).expand(num_rows, -1), settings(MIXED))
+    context = Context(tokens_BS, lengths_B, lengths_B, torch.arange(4, 7).expand(num_rows, -1), settings(samplings))
+    rows = [*range(num_rows)][:: 2 if num_vacant > len(samplings) else 1][-len(samplings) :]
+    settings_BX = torch.zeros(num_rows, context.sampling_BX.shape[1], dtype=torch.float64)
+    settings_BX[:, 0] = 1
+    settings_BX[rows] = context.sampling_BX
+    context = context._replace(sampling_BX=settings_BX)
     found_BTV = ByRow(steps)(logits_BTV, context)
-    for row, sampling in enumerate(MIXED):
-        if sampling.truncates <= steps.truncates and sampling.penalizes <= steps.penalizes:
-            one = Context(*(part[row : row + 1] for part in context))
-            assert found_BTV[row].equal(alone(logits_BTV[row : row + 1], one, sampling)[0]), sampling
+    for row, sampling in zip(rows, samplings, strict=True):
+        one = Context(*(part[row : row + 1] for part in context))
+        assert found_BTV[row].equal(alone(logits_BTV[row : row + 1], one, sampling)[0]), sampling
+
+
+def test_a_row_costs_its_neighbours_no_sort_and_no_count_of_their_tokens() -> None:
+    """Of 16 rows, two truncate: two are sorted; rows without settings run what a softmax needs."""
+    context_of: Any = {
+        number: Context(
+            torch.zeros(number, 9, dtype=torch.long), torch.zeros(number, dtype=torch.long),
+            torch.full((number,), 4), torch.arange(4, 7).expand(number, -1), settings([MIXED[1]] * number),
+        )
+        for number in (2, 16)
+    }  # fmt: skip
+    plain, mixed = [MIXED[1]] * 16, [*[MIXED[1]] * 14, MIXED[3], MIXED[4]]
+    counted = {}
+    for name, samplings in (("plain", plain), ("mixed", mixed), ("penalized", [*plain[1:], MIXED[6]])):
+        steps = RowSteps()
+        steps.follow(samplings, limits=False)
+        logits_BTV = torch.randn(16, 3, 1000)
+        context = context_of[16]._replace(sampling_BX=settings(samplings))
+        with OperatorSizes() as sizes:
+            ByRow(steps)(logits_BTV, context)
+        counted[name] = sizes
+    assert counted["plain"].num_kernels <= 4
+    assert not counted["plain"].of("sort")
+    assert not counted["plain"].of("scatter")
+    assert max(counted["mixed"].of("sort")) == 2 * 3 * 1000
+    assert sum(size > 2 * 3 * 1000 for size in counted["penalized"].of("scatter")) == 1, "of the best tokens"
 
 
 def served(*, batch_size: int, lag: int = 0) -> Decoder:
@@ -113,6 +154,18 @@ def served(*, batch_size: int, lag: int = 0) -> Decoder:
     )  # fmt: skip
     made.lag = lag
     return made
+
+
+@pytest.mark.parametrize("sampling", [MIXED[2], MIXED[3], MIXED[5], MIXED[6]])
+def test_a_row_that_has_ended_takes_no_step_from_its_neighbours(sampling: SamplingConfig) -> None:
+    """The first row ends early, with the settings of the last one."""
+    first, middle, last = (
+        replace(request, sampling=one, seed=3, max_new_tokens=number, ignores_eos=True)
+        for request, one, number in zip(requests(40), (sampling, MIXED[1], sampling), (3, 40, 40), strict=False)
+    )
+    together = complete(served(batch_size=3), [first, middle, last])
+    [alone] = complete(served(batch_size=1), [last])
+    assert together[2].token_ids == alone.token_ids
 
 
 @pytest.mark.parametrize("lag", [0, 1])
@@ -188,7 +241,7 @@ def test_extreme_settings_have_the_law_of_a_batch_of_their_own() -> None:
     tokens_BS = torch.randint(vocab_size, (num_rows, 9), generator=generator)
     lengths_B = torch.full((num_rows,), 4)
     context = Context(tokens_BS, lengths_B, lengths_B, torch.full((num_rows, 1), 8), settings(samplings))
-    found_BTV = ByRow(RowSteps(truncates=True, penalizes=True))(logits_BTV, context)
+    found_BTV = ByRow(RowSteps(**ALL))(logits_BTV, context)
     for row, sampling in enumerate(samplings):
         one = Context(*(part[row : row + 1] for part in context))
         assert found_BTV[row].equal(alone(logits_BTV[row : row + 1], one, sampling)[0]), sampling

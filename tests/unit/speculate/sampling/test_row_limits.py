@@ -1,7 +1,6 @@
 """Rows that take fewer drafted tokens than a round drafts: the exact law of the first tokens of a text."""
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -11,15 +10,21 @@ from llama_ssp.speculate.sampling.draft import Draft, Verdict
 from llama_ssp.speculate.sampling.rules import Rule, make_rule
 from llama_ssp.speculate.sampling.uniforms import Draws
 from tests.helpers.exact_law import law_error, round_verdicts
-from tests.helpers.table_models import random_table
+from tests.helpers.lanes import grid
+from tests.helpers.table_models import TableModel, random_table
 
 K = 3
 SAMPLINGS = {"temperature": SamplingConfig(temperature=0.7), "top_k": SamplingConfig(temperature=1.0, top_k=2)}
-TABLES = {
-    "target": random_table(seed=1, num_tables=8, max_length=K, vocab_size=3),
-    "draft": random_table(seed=2, num_tables=8, max_length=K, vocab_size=3),
-}
 Limit = Callable[[Rule, Verdict, torch.Tensor, torch.Tensor, Draws], Verdict]
+
+
+def tables(num_draft_tokens: int) -> dict[str, TableModel]:
+    """Two of three tokens, and eight of two."""
+    num_tables = 2 if num_draft_tokens == K else 8
+    return {
+        name: random_table(seed=seed, num_tables=num_tables, max_length=num_draft_tokens, vocab_size=3)
+        for seed, name in enumerate(("target", "draft"), 1)
+    }
 
 
 def at_most(rule: Rule, found: Verdict, most_B1: torch.Tensor, target_BTV: torch.Tensor, draws: Draws) -> Verdict:
@@ -52,15 +57,17 @@ def limited(rule: str, sampling: SamplingConfig, most: int, limit: Limit = at_mo
     return made
 
 
-@pytest.mark.parametrize("most", [0, 1, 2])
-@pytest.mark.parametrize("name", SAMPLINGS)
-@pytest.mark.parametrize(
-    ("rule", "how"), [("speculative", {}), ("block", {}), ("speculative", {"is_point_mass": True})]
-)
-def test_fewer_drafted_tokens_keep_the_targets_law(rule: str, how: dict[str, Any], name: str, most: int) -> None:
-    made = limited(rule, SAMPLINGS[name], most)
-    assert law_error(made, SAMPLINGS[name], **TABLES, num_draft_tokens=K, **how) < 1e-12
-    law_GNTV = round_verdicts(made, TABLES["target"], TABLES["draft"], K, **how)[2]
+@grid(
+    where=lambda drafts, most, **_: drafts != "certain" or most < 2,
+    drafts=["speculative", "block", "certain"], name=[*SAMPLINGS], most=[0, 1, 2],
+)  # fmt: skip
+def test_fewer_drafted_tokens_keep_the_targets_law(drafts: str, name: str, most: int) -> None:
+    """A token that is certain has a draw at each position, and two tokens have as many as others do with three."""
+    is_certain = drafts == "certain"
+    made, num = limited("speculative" if is_certain else drafts, SAMPLINGS[name], most), 2 if is_certain else K
+    models = tables(num)
+    assert law_error(made, SAMPLINGS[name], **models, num_draft_tokens=num, is_point_mass=is_certain) < 1e-12
+    law_GNTV = round_verdicts(made, models["target"], models["draft"], num, is_point_mass=is_certain)[2]
     assert law_GNTV[:, :, most + 1 :].abs().max() == 0
     assert law_GNTV[:, :, most].max() > 0
 
@@ -68,4 +75,4 @@ def test_fewer_drafted_tokens_keep_the_targets_law(rule: str, how: dict[str, Any
 @pytest.mark.parametrize("limit", [without_a_draw, where_more_pass])
 def test_a_limit_without_a_draw_of_its_own_is_found(limit: Limit) -> None:
     made = limited("speculative", SAMPLINGS["temperature"], 1, limit)
-    assert law_error(made, SAMPLINGS["temperature"], **TABLES, num_draft_tokens=K) > 1e-3
+    assert law_error(made, SAMPLINGS["temperature"], **tables(K), num_draft_tokens=K) > 1e-3

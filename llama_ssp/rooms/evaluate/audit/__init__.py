@@ -1,0 +1,1 @@
+"""`task=audit`: has a server's text the target's law? The sums of `suite=distribution` judge it."""

@@ -1,0 +1,265 @@
+"""What a server is asked, and its answers on rank 0: kept in the run folder as they come, each once.
+
+A key names the check that a request is for and its number. A resumed audit asks what has no answer yet.
+"""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+from llama_ssp.errors import ConfigError, SspError
+from llama_ssp.fields import with_value
+from llama_ssp.rooms.evaluate.audit.client import Ask, Bounds, Client, RefusedError, answers
+from llama_ssp.rooms.evaluate.audit.records import settings_of
+from llama_ssp.rooms.evaluate.audit.texts import Answered, TextReader
+from llama_ssp.run.requests import PromptRequest
+from llama_ssp.run.session import Session
+from llama_ssp.settings.schema import SamplingConfig
+
+LAW, BASELINE, GREEDY, END, SEEDS, STOPS = "law", "baseline", "greedy", "end", "seeds", "stops"
+ANSWERS = "answers.jsonl"
+NUM_SCORED, NUM_REPEATED, NUM_STOPPED = 64, 4, 8
+"""Texts with log-probabilities, texts that are asked for again, and texts with a stop."""
+PROCESSED_TOKENS, NUM_PROCESSED, _NUM_BIASED = 16, 32, 100
+MOST_END, MOST_READ = 200, 400_000
+"""Texts at the end of the context, and tokens that the server reads for them."""
+_OF_BODY: dict[str, Any] = {
+    "top_k": None, "top_p": None, "min_p": None, "repetition_penalty": 1.0, "frequency_penalty": 0.0,
+    "presence_penalty": 0.0, "logit_bias": {}, "min_new_tokens": None,
+}  # fmt: skip
+"""Settings of sampling that requests have, and the values that are left out."""
+PROCESSORS = {
+    "temperature": 0.5, "top_k": 3, "top_p": 0.5, "min_p": 0.2, "repetition_penalty": 2.0, "frequency_penalty": 2.0,
+    "presence_penalty": 2.0,
+}  # fmt: skip
+"""Settings that are asked for one at a time, besides biases and the end of a text."""
+_EXTRAS: dict[str, Any] = {"return_token_ids": True, "return_tokens_as_token_ids": True, "logprobs": 20}
+_FEWER_LOGPROBS = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What a server has shown of itself: the fields that it takes, its model's name, its context."""
+
+    name: str
+    extras: dict[str, Any]
+    takes_ids: bool
+    gives_ids: bool
+    context: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gathered:
+    """The answers of the servers by key; a text stands for a refusal, which it explains."""
+
+    answers: Mapping[str, Answered | str]
+    prompts: Mapping[str, tuple[int, ...]]
+    stops: Mapping[str, str]
+    num_repeated: int
+    stopped: bool
+
+    def of(self, check: str) -> list[tuple[tuple[int, ...], Answered]]:
+        """The prompts and answers of a check, in their order."""
+        keys = [key for key in self.prompts if key.rpartition("/")[0] == check]
+        return [(self.prompts[key], one) for key in keys if isinstance(one := self.answers.get(key), Answered)]
+
+    def refusal(self, check: str) -> str | None:
+        """Why the server does not answer a check."""
+        of_check = (one for key, one in self.answers.items() if key.rpartition("/")[0] == check)
+        return next((one for one in of_check if isinstance(one, str)), None)
+
+
+def plain(sampling: SamplingConfig) -> SamplingConfig:
+    """The model's own law."""
+    return replace(sampling, temperature=1.0, from_model=[], **_OF_BODY)
+
+
+def processors(session: Session, requests: Sequence[PromptRequest]) -> dict[str, SamplingConfig]:
+    """The settings that are checked one by one, strong enough to show in a few hundred tokens."""
+    base, eos_ids = plain(session.config.sampling), session.models.eos_ids
+    found = {name: with_value(base, name, value) for name, value in PROCESSORS.items()}
+    biased = sorted({token for request in requests for token in request.prompt_ids} - {*eos_ids})
+    found["logit_bias"] = replace(base, logit_bias=dict.fromkeys(biased[:_NUM_BIASED], 3.0))
+    if eos_ids:
+        found["min_tokens"] = replace(base, min_new_tokens=PROCESSED_TOKENS, eos_ids=tuple(eos_ids))
+    return found
+
+
+class Asker:
+    """Makes the requests for a server, in order of their checks, and remembers their prompts."""
+
+    def __init__(self, session: Session, requests: Sequence[PromptRequest], facts: Facts) -> None:
+        self._session, self._requests, self._facts = session, requests, facts
+        self._config, self._task = session.config, settings_of(session.config)
+        self.prompts, self.stops = dict[str, tuple[int, ...]](), dict[str, str]()
+
+    def _ask(
+        self, key: str, request: PromptRequest, sampling: SamplingConfig, *, num: int, seed: int, **more: object
+    ) -> Ask:
+        self.prompts[key] = request.prompt_ids
+        extras, is_scored = dict(self._facts.extras), more.pop("scored", False)
+        if self._facts.gives_ids and not is_scored:
+            extras.pop("logprobs", None)
+        wanted = {name: getattr(sampling, name) for name, off in _OF_BODY.items() if getattr(sampling, name) != off}
+        if "min_new_tokens" in wanted:
+            wanted["min_tokens"] = wanted.pop("min_new_tokens")
+        if "logit_bias" in wanted:
+            wanted["logit_bias"] = {str(token): bias for token, bias in sampling.logit_bias.items()}
+        prompt = [*request.prompt_ids] if self._facts.takes_ids else request.prompt
+        body = {
+            "model": self._facts.name, "prompt": prompt, "max_tokens": num, "temperature": sampling.temperature,
+            "seed": seed % (1 << 31), **wanted, **extras, **more,
+        }  # fmt: skip
+        return Ask(key, body)
+
+    def texts(self, check: str, *, seed: int) -> list[Ask]:
+        """The texts whose law is judged, all prompts by turns."""
+        config, num = self._config, self._config.max_new_tokens
+        turns = enumerate(range(math.ceil(self._task.tokens / num)))
+        return [
+            self._ask(
+                f"{check}/{number}", self._requests[number % len(self._requests)], config.sampling, num=num,
+                seed=seed + number, scored=number < NUM_SCORED,
+            )
+            for number, _ in turns
+        ]  # fmt: skip
+
+    def others(self) -> list[Ask]:
+        """The texts of all other checks but those that need answers first."""
+        config, seed = self._config, self._config.seed
+        greedy = replace(plain(config.sampling), temperature=0.0)
+        found = [
+            self._ask(f"{GREEDY}/{number}", request, greedy, num=config.max_new_tokens, seed=seed)
+            for number, request in enumerate(self._requests)
+        ]
+        for name, sampling in processors(self._session, self._requests).items():
+            turns = [self._requests[number % len(self._requests)] for number in range(NUM_PROCESSED)]
+            found += [
+                self._ask(f"{name}/{number}", request, sampling, num=PROCESSED_TOKENS, seed=seed + number)
+                for number, request in enumerate(turns)
+            ]
+        return found + self._at_the_end()
+
+    def _at_the_end(self) -> list[Ask]:
+        """Texts that fill the context, after one long prompt; none if the context is not known."""
+        context, num = self._task.context or self._facts.context, self._config.most_draft_tokens + 2
+        if not context or not self._facts.takes_ids:
+            return []
+        context = min(context, self._session.models.context)
+        whole = [token for request in self._requests for token in request.prompt_ids]
+        ids = (whole * (context // len(whole) + 1))[: context - num]
+        number = max(min(MOST_END, MOST_READ // context), 1)
+        request = replace(self._requests[0], prompt_ids=tuple(ids))
+        return [
+            self._ask(f"{END}/{one}", request, self._config.sampling, num=num, seed=self._config.seed + one)
+            for one in range(number)
+        ]
+
+    def again(self, known: Mapping[str, Answered | str]) -> list[Ask]:
+        """Texts that are asked for again, alone, and texts that a stop should end."""
+        config, found = self._config, list[Ask]()
+        for number in range(NUM_REPEATED):
+            request = self._requests[number % len(self._requests)]
+            seed = config.seed + number
+            found.append(self._ask(f"{SEEDS}/{number}", request, config.sampling, num=config.max_new_tokens, seed=seed))
+        for number in range(NUM_STOPPED):
+            request, first = self._requests[number % len(self._requests)], known.get(f"{LAW}/{number}")
+            if isinstance(first, Answered) and (stop := first.text[len(first.text) // 2 :][:2]):
+                self.stops[f"{STOPS}/{number}"] = stop
+                found.append(self._ask(
+                    f"{STOPS}/{number}", request, config.sampling, num=config.max_new_tokens, seed=config.seed + number,
+                    stop=[stop],
+                ))  # fmt: skip
+        return found
+
+
+def probe(client: Client, session: Session, request: PromptRequest, reader: TextReader) -> Facts:
+    """Find the fields that a server takes; raises ConfigError for a server that reads another prompt."""
+    name, context = settings_of(session.config).served_name, None
+    with suppress(RefusedError, KeyError, IndexError, TypeError, AttributeError):
+        model = client.get("/models")["data"][0]
+        context = next((model[key] for key in ("max_model_len", "context_length") if model.get(key)), None)
+        context = context or (model.get("meta") or {}).get("n_ctx_train")
+        name = name or model["id"]
+    extras, takes_ids = dict(_EXTRAS), True
+    while True:
+        prompt = [*request.prompt_ids] if takes_ids else request.prompt
+        body = {"model": name or session.config.model.label, "prompt": prompt, "max_tokens": 1, "temperature": 1.0}
+        try:
+            answer = client.complete(body | extras)
+            break
+        except RefusedError as error:
+            named = [key for key in extras if key in str(error).lower()]
+            if named == ["logprobs"] and extras["logprobs"] > _FEWER_LOGPROBS:
+                extras["logprobs"] = _FEWER_LOGPROBS
+            elif named or extras:
+                for key in named or [*extras]:
+                    extras.pop(key)
+            elif takes_ids:
+                takes_ids, extras = False, dict(_EXTRAS)
+            else:
+                reason = f"{client.url}/completions does not complete {request.prompt!r} ({error})"
+                raise ConfigError(f"{reason}: give its address as http://HOST:PORT/v1, and task.served_name=") from None
+    found = reader.read(answer, ends=True)
+    if found.num_prompt is not None and (more := found.num_prompt - len(request.prompt_ids)):
+        raise ConfigError(
+            f"{client.url} reads {found.num_prompt} tokens where {len(request.prompt_ids)} were sent, {more:+}: it "
+            "adds text, such as a system prompt, or has another tokenizer; an audit needs /completions as they are"
+        )
+    gives = any(isinstance(answer["choices"][0].get(key), list) for key in ("token_ids", "tokens"))
+    return Facts(name=str(body["model"]), extras=extras, takes_ids=takes_ids, gives_ids=gives, context=context)
+
+
+def gather(session: Session, requests: Sequence[PromptRequest]) -> Gathered:
+    """Ask the servers, on rank 0, until all is answered, a bound is reached, or the run is to stop."""
+    config, task, folder = session.config, settings_of(session.config), session.folder
+    assert folder
+    models, known = session.models, dict[str, Answered | str]()
+    reader = TextReader(models.tokenizer, vocab_size=models.target.vocab_size, eos_ids=models.eos_ids)
+    whole, _, torn = (folder.read_kept(ANSWERS) or "").rpartition("\n")
+    if torn:  # the write of a line was interrupted
+        folder.write_kept(ANSWERS, whole + "\n" if whole else "")
+
+    def keep(key: str, answer: Any) -> None:  # noqa: ANN401 - JSON
+        known[key] = answer if isinstance(answer, str) else reader.read(answer, ends=not key.startswith(STOPS))
+
+    for line in whole.splitlines():
+        keep(*json.loads(line))
+    bounds = Bounds(requests=task.requests, minutes=task.minutes)
+    client = Client(str(task.url), bounds)
+    asker = Asker(session, requests, probe(client, session, requests[0], reader))
+    second = config.seed + (1 << 30)
+
+    def stops() -> bool:
+        return session.stop_request.requested or bounds.are_reached
+
+    def ask(client: Client, asks: Sequence[Ask], name: str, *, concurrency: int = task.concurrency) -> None:
+        todo = [one for one in asks if one.key not in known]
+        with session.terminal.measuring() as show:
+            for number, (one, answer) in enumerate(
+                answers(client, todo, concurrency=concurrency, stops=stops), start=len(asks) - len(todo) + 1
+            ):
+                said = f"{answer}" if isinstance(answer, RefusedError) else answer
+                folder.append_kept(ANSWERS, json.dumps([one.key, said]) + "\n")
+                keep(one.key, said)
+                show(name, number, len(asks))
+
+    ask(client, [*asker.texts(LAW, seed=config.seed), *asker.others()], "texts of the server")
+    ask(client, asker.again(known), "texts asked for again", concurrency=1)
+    if task.baseline and not stops():
+        other = Client(task.baseline, bounds)
+        of_other = Asker(session, requests, probe(other, session, requests[0], reader))
+        ask(other, of_other.texts(BASELINE, seed=second), "texts of the baseline")
+        asker.prompts.update(of_other.prompts)
+    if not any(key.startswith(LAW) for key in known) and not session.stop_request.requested:
+        raise SspError("task.requests or task.minutes let the server give no text: give more")
+    return Gathered(
+        answers=known,
+        prompts=asker.prompts,
+        stops=asker.stops,
+        num_repeated=bounds.num_repeated,
+        stopped=session.stop_request.requested,
+    )

@@ -1,0 +1,257 @@
+"""The checks of an audit: pure functions of what a server has answered and what the target says of it; without torch.
+
+Rounding of another number format is no fault. With t the largest total variation between the server's probabilities
+and the target's, a law within t moves the expectation of a score at a place by t times the score's range at most: what
+a sum has beyond that is judged.
+
+A processor is judged by a test martingale. With p the law that was asked for and r the one without the processor, a
+token has the factor r / ((1 - e) p + e r), whose expectation under p is at most 1, and under a law within t of p at
+most 1 + t / e, since it is at most 1 / e. By Ville's inequality its product over all tokens exceeds 1 / alpha with
+probability alpha at most. The same with p and r exchanged shows that a processor is there.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from statistics import median
+from typing import NamedTuple
+
+from llama_ssp.log_probs import TokenLogprob
+from llama_ssp.rooms.evaluate import statistics
+from llama_ssp.rooms.evaluate.audit.texts import Answered, Scored
+from llama_ssp.rooms.evaluate.martingales import SCORES, Sum, moves, powers
+from llama_ssp.rooms.evaluate.suites.distribution import FALSE_ALARM_RATE, LEAST_POWER, NUM_SWAPS, PLACES
+
+HELD, FAILED, UNKNOWN, NOTED = "held", "failed", "could not judge", "noted"
+OF_LAW, OF_END = FALSE_ALARM_RATE / 2 / len(SCORES), FALSE_ALARM_RATE / 4 / len(SCORES)
+OF_SWAPS, OF_PROCESSORS = FALSE_ALARM_RATE / 16, FALSE_ALARM_RATE / 8
+"""Shares of the rate of false alarms: of each sum, of the swap test, and of all processors."""
+MOST_ROUNDING = 0.1
+"""Total variation that no number format explains."""
+_OTHER_MODEL = 1.0
+"""Nats of each token by which texts of another model are more improbable than the target's own."""
+_OF_OTHER, _OF_OTHER_ROUNDED, _SAME, _MOST_EXPONENT = 0.02, 0.5, 1e-4, 500.0
+"""e, and where the laws differ by rounding; total variation of the same number format."""
+_COOLER = 0.1
+_MOST_SLOPE, _NUM_ERRORS, _LEAST_PLACES = 0.02, 5.0, 50
+_STEPS = 40
+_END = -1
+
+
+class Finding(NamedTuple):
+    """What a check has found: its name, `HELD` or another outcome, and a sentence without a full stop."""
+
+    check: str
+    outcome: str
+    said: str
+
+
+def judge_sums(check: str, sums: Mapping[str, Sum], variation: float | None, *, least_p: float) -> Finding:
+    """Judge sums of texts, and say what they would have found; `variation` is None if rounding is not known."""
+    varying = {name: one for name, one in sums.items() if one.varies}
+    if not varying:
+        return Finding(check, UNKNOWN, "no text was long enough")
+
+    def worst_within(most: float) -> tuple[float, str]:
+        return min((one.within(most).p_value, name) for name, one in varying.items())
+
+    p_value, name = worst_within(variation or 0.0)
+    z = varying[name].within(variation or 0.0).z
+    said = f"of {len(varying)} sums the worst is {name}, {z:+.1f} standard errors (p = {p_value:.2g}"
+    said += f", {'above' if p_value > least_p else 'not above'} {least_p:.2g})"
+    if p_value > least_p:
+        return Finding(check, HELD, said + _missed(varying, variation or 0.0, least_p=least_p))
+    low, high = 0.0, 1.0  # of the total variation that would explain the sums
+    for _ in range(_STEPS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if worst_within(middle)[0] <= least_p else (low, middle)
+    said += f"; a law at a total variation of {high:.3g} could give them"
+    if variation is not None or high > MOST_ROUNDING:
+        return Finding(check, FAILED, said)
+    return Finding(check, UNKNOWN, f"{said}, below which nothing can be said: give baseline= or task.tolerance=")
+
+
+def _missed(sums: Mapping[str, Sum], variation: float, *, least_p: float) -> str:
+    """Name the faults that so many tokens might not have shown."""
+    left = {name: one.within(variation) for name, one in sums.items()}
+    found = powers([*left.values()], least_p=least_p)
+    chances = {fault: found.get(fault, 0.0) for fault in moves(sums.values())}
+    surprise = left.get("surprise")
+    if surprise:  # of an exponential family: the derivative of its mean is its variance
+        shift = max(_COOLER / (1 - _COOLER) * surprise.variance - variation * surprise.range, 0.0)
+        moved = replace(surprise, shifts=(shift,))
+        chances[f"temperature x {1 - _COOLER:g}"] = moved.power(0, least_p=least_p)
+    missed = [f"{fault} ({chance:.2f})" for fault, chance in chances.items() if chance < LEAST_POWER]
+    sure = [fault for fault, chance in chances.items() if chance >= LEAST_POWER]
+    said = f"; would have found: {', '.join(sure)}" if sure else ""
+    return said + (f"; could have missed: {', '.join(missed)}" if missed else "")
+
+
+def between(first: Mapping[str, Sum], second: Mapping[str, Sum], *, factor: float) -> dict[str, Sum]:
+    """The sums of texts less those of a baseline's, whose rounding they share; `factor` makes up for its size."""
+    return {
+        name: replace(
+            one, value=one.value - factor * other.value, variance=one.variance + factor**2 * other.variance,
+            reach=max(one.reach, factor * other.reach),
+        )
+        for name, one in first.items()
+        for other in [second[name]]
+    }  # fmt: skip
+
+
+def other_model(log_probs: Sequence[float], expected: float) -> str | None:
+    """The sentence for texts that are not the target's by far, of which this sum is expected; None for others."""
+    apart = (expected - sum(log_probs)) / max(len(log_probs), 1)
+    if apart < _OTHER_MODEL:
+        return None
+    return (
+        f"the server's texts are of another model or other settings: each token is {apart:.1f} nats more improbable "
+        "under the target than its own would be; give the server's model"
+    )
+
+
+def judge_processor(
+    name: str, asked: Sequence[float], without: Sequence[float], *, num: int, variation: float
+) -> Finding:
+    """Judge a processor by log-probabilities of tokens, under the law that was asked for and under the one without."""
+    share = _OF_OTHER if variation < _SAME else _OF_OTHER_ROUNDED
+
+    def product(of: Sequence[float], against: Sequence[float]) -> float:
+        return sum(
+            -math.log((1 - share) * math.exp(min(other - own, _MOST_EXPONENT)) + share)
+            for own, other in zip(of, against, strict=True)
+        )
+
+    of_others, of_asked = product(without, asked), product(asked, without)
+    needed = math.log(num / OF_PROCESSORS) + len(asked) * math.log1p(variation / share)
+    factors = f"over {len(asked)} tokens, exp({of_others:.1f}) for its absence and exp({of_asked:.1f}) for it"
+    if of_others >= needed:
+        return Finding(name, FAILED, f"{name} is ignored: {factors}")
+    if of_asked >= needed:
+        return Finding(name, HELD, factors)
+    return Finding(name, UNKNOWN, f"{factors}: too few tokens, or another {name} than was asked for")
+
+
+def judge_log_probs(pairs: Sequence[tuple[Scored, TokenLogprob]]) -> tuple[Finding, float | None]:
+    """Judge returned log-probabilities against the target's own; returns the largest total variation too.
+
+    That of the most probable tokens that both name, and the rest. Rounding leaves the slope of the one in the other at
+    1; another temperature does not.
+    """
+    check, distances, slopes = "log-probabilities", list[float](), list[tuple[float, float]]()
+    own_apart = [abs(scored.own - known.logprob) for scored, known in pairs]
+    for scored, known in pairs:
+        own = {one.token: one.logprob for one in known.top}
+        both = [(scored.top[token], value) for token, value in own.items() if token in scored.top]
+        of_server = [math.exp(one) for one, _ in both]
+        of_target = [math.exp(one) for _, one in both]
+        rest = abs(sum(of_server) - sum(of_target))
+        distances.append((sum(abs(a - b) for a, b in zip(of_server, of_target, strict=True)) + rest) / 2)
+        total = sum(of_target)
+        means = [sum(p * pair[one] for p, pair in zip(of_target, both, strict=True)) / (total or 1) for one in (0, 1)]
+        slopes.append((
+            sum(p * (a - means[0]) * (b - means[1]) for p, (a, b) in zip(of_target, both, strict=True)),
+            sum(p * (b - means[1]) ** 2 for p, (_, b) in zip(of_target, both, strict=True)),
+        ))  # fmt: skip
+    if len(pairs) < _LEAST_PLACES:
+        return Finding(check, UNKNOWN, "the server returns none, or too few"), None
+    variance = sum(ours for _, ours in slopes) or 1.0
+    slope = sum(theirs for theirs, _ in slopes) / variance
+    error = math.hypot(*(theirs - slope * ours for theirs, ours in slopes)) / variance
+    largest = max(distances)
+    said = f"over {len(pairs)} places the largest total variation is {largest:.2g}, and the slope {slope:.4f}"
+    said += f"; those of the texts' tokens differ by {median(own_apart):.2g} nats (median)"
+    if abs(slope - 1) > max(_MOST_SLOPE, _NUM_ERRORS * error):
+        return Finding(check, FAILED, f"{said}: they are those of temperature {1 / slope if slope else 0:.2f}"), None
+    if median(own_apart) > MOST_ROUNDING or median(distances) > MOST_ROUNDING:
+        return Finding(check, FAILED, f"{said}: they are not the target's"), None
+    return Finding(check, HELD, said), largest
+
+
+def judge_greedy(gaps: Sequence[Sequence[float]], *, near_tie: float, is_known: bool) -> Finding:
+    """Judge greedy texts by how far each token is below the best one, in nats."""
+    if not gaps:
+        return Finding("greedy", UNKNOWN, "the server gives no greedy text")
+    worst = [max(of_text, default=0.0) for of_text in gaps]
+    others = [one for one in worst if one > near_tie]
+    said = f"{sum(one == 0 for one in worst)} of {len(worst)} texts are the target's best tokens, "
+    if others:
+        said += f"{len(others)} part by up to {max(others):.3g} nats, where a near tie is at most {near_tie:.3g}"
+    else:
+        said += f"the others part at near ties, of at most {near_tie:.3g} nats"
+    return Finding("greedy", HELD if not others else FAILED if is_known else UNKNOWN, said)
+
+
+def judge_stops(texts: Sequence[tuple[str, Answered]]) -> Finding:
+    """Judge texts that were to stop at a string, which they do not have."""
+    wrong = [stop for stop, answer in texts if stop in answer.text]
+    ended = sum(answer.finish == "stop" for _, answer in texts)
+    if wrong:
+        return Finding("stops", FAILED, f"{len(wrong)} of {len(texts)} texts go on after a stop, such as {wrong[0]!r}")
+    said = f"{ended} of {len(texts)} texts end at their stop, and none goes on"
+    return Finding("stops", HELD if ended else UNKNOWN, said)
+
+
+def judge_seeds(pairs: Sequence[tuple[Answered, Answered]]) -> Finding:
+    """Compare texts of one seed, under load and alone; rounding that depends on the batch may change them."""
+    same = sum(first.ids == second.ids and first.text == second.text for first, second in pairs)
+    said = f"{same} of {len(pairs)} texts of a seed are the same alone as among others"
+    return Finding("seeds", HELD if same == len(pairs) > 0 else NOTED, said)
+
+
+def judge_swaps(prompts: Sequence[Sequence[tuple[Answered, Answered]]]) -> Finding:
+    """Compare the next tokens of a server and of its baseline, at a few places, without weights."""
+
+    def token(answer: Answered, place: int) -> object:
+        ids: Sequence[object] = answer.text if answer.ids is None else answer.ids
+        return ids[place] if place < len(ids) else _END
+
+    groups = [
+        statistics.PairedGroup(
+            columns=[[(token(one, place), token(other, place)) for one, other in pairs] for place in PLACES],
+            differences=[0.0] * len(pairs),
+        )
+        for pairs in prompts
+        if pairs
+    ]
+    if not groups:
+        return Finding("swaps", UNKNOWN, "the baseline gives no text")
+    signs = statistics.swaps(groups, num_swaps=NUM_SWAPS * 2, seed=0)
+    p_value = statistics.p_value(statistics.count_statistic(groups, signs))
+    said = f"next tokens of the server and of its baseline: p = {p_value:.2g}"
+    return Finding("swaps", HELD if p_value > OF_SWAPS else FAILED, said)
+
+
+class SeenContext(NamedTuple):
+    """A text before a token, and how often the token came and should have come."""
+
+    before: tuple[int, ...]
+    token: int
+    num_came: int
+    num_expected: float
+    num_texts: int
+
+
+def worst_contexts(
+    texts: Sequence[tuple[Sequence[int], Sequence[int], Sequence[float]]], *, num: int = 3, least: int = 20
+) -> list[SeenContext]:
+    """Find the contexts, of prompts, texts and log-probabilities, that came at least `least` times and differ most."""
+    came, known = Counter[tuple[tuple[int, ...], int]](), dict[tuple[tuple[int, ...], int], float]()
+    totals = Counter[tuple[int, ...]]()
+    for prompt, ids, log_probs in texts:
+        for place in range(min(len(ids), max(PLACES))):
+            before = (*prompt, *ids[:place])
+            totals[before] += 1
+            came[before, ids[place]] += 1
+            known[before, ids[place]] = math.exp(log_probs[place])
+
+    def apart(entry: tuple[tuple[int, ...], int]) -> float:
+        p, total = known[entry], totals[entry[0]]
+        return abs(came[entry] - total * p) / math.sqrt(max(total * p * (1 - p), 1.0))
+
+    kept = sorted((entry for entry in came if totals[entry[0]] >= least), key=apart, reverse=True)[:num]
+    return [
+        SeenContext(before, token, came[before, token], totals[before] * known[before, token], totals[before])
+        for before, token in kept
+    ]

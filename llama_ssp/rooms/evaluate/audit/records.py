@@ -1,0 +1,105 @@
+"""The records of audits of servers: the task with its settings and checks, and its command. Imports no torch."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import cast
+from urllib.parse import urlsplit
+
+from llama_ssp.fields import made, setting
+from llama_ssp.settings.commands import Command
+from llama_ssp.settings.constraints import constraint_asked
+from llama_ssp.settings.schema import RunConfig, TaskConfig
+from llama_ssp.settings.tasks import NoEffect, TaskSpec
+
+KEY = "LLAMA_SSP_AUDIT_KEY"
+"""Environment variable with the key that the servers want."""
+_UNREAD = (
+    "num_samples", "ignore_eos", "stop_strings", "logprobs", "prompt_logprobs", "chat", "speculation.tree",
+    "speculation.overlap", "verification.rule",
+)  # fmt: skip
+
+
+@dataclass(kw_only=True)
+class AuditConfig(TaskConfig):
+    """Texts of a server with OpenAI's interface, judged by the target's own probabilities of them."""
+
+    name: str = "audit"
+    url: str | None = setting(None, "the server, as http://HOST:PORT/v1; /completions is asked.")
+    baseline: str | None = setting(
+        None, "the same server without its draft, or another version: its texts take the place of exact probabilities."
+    )
+    served_name: str | None = setting(None, "the model's name there; null takes the first of /models.")
+    tokens: int = setting(20000, "new tokens of all texts of a server that are judged together.")
+    requests: int = setting(4000, "the most requests, repeated ones included.")
+    minutes: float = setting(30.0, "the most time for requests.")
+    concurrency: int = setting(8, "requests at a time.")
+    context: int | None = setting(
+        None, "the most tokens of a text there, whose end is judged too; null takes what /models says."
+    )
+    tolerance: float | None = setting(
+        None,
+        "the most total variation between the server's probabilities and the target's here that is rounding, 0 for a "
+        "server in fp32; null takes what its log-probabilities show.",
+    )
+    default_prompts: list[str] = made(list, "prompts of an audit without prompt= or prompts=.")
+
+
+def settings_of(config: RunConfig) -> AuditConfig:
+    """The task's settings."""
+    return cast("AuditConfig", config.task)
+
+
+def _fill_in(config: RunConfig, explicit: frozenset[str]) -> RunConfig:
+    """Sample from the model itself, in texts of 48 tokens, unless the user says otherwise."""
+    if not {"sampling", "sampling.temperature"} & explicit:
+        config = replace(config, sampling=replace(config.sampling, temperature=1.0))
+    if "batch_size" not in explicit:
+        config = replace(config, batch_size=16)
+    return config if "max_new_tokens" in explicit else replace(config, max_new_tokens=48)
+
+
+def _problems(config: RunConfig, explicit: frozenset[str]) -> Iterator[str | NoEffect]:
+    task = settings_of(config)
+    for name, value in (("url", task.url), ("baseline", task.baseline)):
+        if value is None and name == "baseline":
+            continue
+        parts = urlsplit(value or "")
+        if parts.scheme not in {"http", "https"} or not parts.hostname:
+            given = f"task.{name}={value} is" if value else "task=audit needs"
+            yield f"{given} {'no' if value else 'the'} address of a server: give one such as http://127.0.0.1:8000/v1"
+    if config.sampling.temperature == 0:
+        yield "task=audit judges samples: give a temperature above 0; greedy texts are judged besides"
+    if asked := constraint_asked(config.sampling):
+        yield f"task=audit judges texts without a {asked.name}: leave it out of sampling"
+    if config.sampling.bad_words:
+        yield "task=audit cannot ask a server for sampling.bad_words: leave them out"
+    if config.prompts == "-":
+        yield "prompts=- has no effect on task=audit, which finds its prompts again when resumed: give prompts=FILE"
+    yield from (NoEffect(key, "on task=audit, whose texts are a server's") for key in _UNREAD if key in explicit)
+
+
+AUDIT = TaskSpec(
+    config=AuditConfig,
+    run="llama_ssp.rooms.evaluate.audit.task:audit",
+    takes_turns=False,
+    paths=("url", "baseline"),
+    ranges=(
+        ("tokens", lambda n: n >= 200, "at least 200, for example 20000"),  # noqa: PLR2004 - no verdict below
+        ("requests", lambda n: n >= 1, "at least 1, for example 4000"),
+        ("minutes", lambda m: 0 < m < math.inf, "a positive number of minutes"),
+        ("concurrency", lambda n: 1 <= n <= 256, "between 1 and 256, for example 8"),  # noqa: PLR2004
+        ("context", lambda n: n >= 16, "at least 16, for example 4096"),  # noqa: PLR2004
+        ("tolerance", lambda t: 0 <= t < 1, "a total variation, 0 or more and below 1, or null"),
+    ),
+    changeable=("requests", "minutes", "concurrency"),
+    failure="an audit found a fault",
+    fill_in=_fill_in,
+    problems=_problems,
+    shows_table=False,
+)
+AUDIT_COMMAND = Command(
+    name="audit", usage="URL [SETTING=VALUE ...]", purpose="judge the texts of any server with OpenAI's interface",
+    order=4, task="audit", address="task.url",
+    example="  llama-ssp audit http://127.0.0.1:8000/v1 model=30B draft=7B   judges a server's texts: task=audit",
+)  # fmt: skip

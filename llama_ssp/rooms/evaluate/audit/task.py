@@ -1,0 +1,258 @@
+"""`task=audit`: asks a server for texts, reads them with the target and the draft, and judges them.
+
+Rank 0 asks; all ranks of the target read. The verdict is that of the worst check: a fault that was found, a law that
+could not be judged, or a law that held.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from itertools import groupby
+from typing import Any
+
+from llama_ssp.errors import ConfigError, InterruptedRun, SspError
+from llama_ssp.log_probs import TokenLogprob
+from llama_ssp.ranks.failures import from_rank_0, raise_on_all_ranks
+from llama_ssp.reports.records import Evaluation, Measure
+from llama_ssp.rooms.evaluate.audit import checks
+from llama_ssp.rooms.evaluate.audit.asking import (
+    BASELINE,
+    END,
+    GREEDY,
+    LAW,
+    NUM_SCORED,
+    SEEDS,
+    STOPS,
+    Gathered,
+    gather,
+    plain,
+    processors,
+)
+from llama_ssp.rooms.evaluate.audit.checks import FAILED, HELD, UNKNOWN, Finding
+from llama_ssp.rooms.evaluate.audit.records import settings_of
+from llama_ssp.rooms.evaluate.audit.report import write_report
+from llama_ssp.rooms.evaluate.audit.texts import Answered, Scored
+from llama_ssp.rooms.evaluate.martingales import ANY_ROUNDS, CERTAIN, Role, Rounds, Sum, sums_of
+from llama_ssp.rooms.evaluate.probabilities import SampledText, TextScore, score
+from llama_ssp.rooms.evaluate.suites.agreement import NEAR_TIES
+from llama_ssp.run.log_probs import score_completions
+from llama_ssp.run.requests import PromptRequest
+from llama_ssp.run.session import Session
+from llama_ssp.settings.schema import SamplingConfig
+
+_MOST_AMBIGUOUS = 0.01
+_LEAST_EQUAL = 20
+_PATIENCE_S = 600.0
+
+
+def audit(session: Session, requests: list[PromptRequest]) -> None:
+    """Audit a server; raises InterruptedRun on every rank if stopped, and SspError for what could not be judged."""
+    comm, task = session.world.comm, settings_of(session.config)
+    comm.set_timeout(60 * task.minutes + _PATIENCE_S)
+    found = _read(from_rank_0(comm, lambda: asdict(gather(session, requests))))
+    comm.set_timeout(session.config.timeouts.decode_s)
+    if found.stopped:
+        raise InterruptedRun.in_folder(session.config.run_dir)
+    judge = _Judge(session, requests, found)
+    findings = judge.all()
+    law = next(one for one in findings if one.check == LAW)
+    failed = [one for one in findings if one.outcome == FAILED]
+    is_known = not failed or law.outcome != UNKNOWN  # what is of another model shows nothing of a fault
+    outcome, worst = (FAILED, failed[0]) if failed and is_known else (law.outcome, law)
+    with raise_on_all_ranks(comm):
+        if session.folder:
+            write_report(session, found, findings, outcome, judge.contexts())
+    sentence = f"{worst.check}: {worst.said}"
+    if outcome == UNKNOWN:
+        raise SspError(f"could not judge {task.url}: {sentence}; audit.md in {session.config.run_dir} has all checks")
+    measures = [Measure(name=f"{one.check} {one.outcome}", value=float(one.outcome == HELD)) for one in findings]
+    session.judge(Evaluation(suite="audit", passed=outcome == HELD, reason=sentence, measures=measures), has_gate=True)
+
+
+def _read(record: Mapping[str, Any]) -> Gathered:
+    """The same answers on every rank, as JSON has brought them."""
+    found = Gathered(**record)
+
+    def answered(one: Any) -> Answered | str:  # noqa: ANN401 - JSON
+        if isinstance(one, str):
+            return one
+        text, ids, finish, scored, num_prompt = one
+        tops = [Scored(own, {int(token): value for token, value in top.items()}) for own, top in scored]
+        return Answered(text, None if ids is None else tuple(ids), finish, tops, num_prompt)
+
+    answers = {key: answered(one) for key, one in record["answers"].items()}
+    return replace(found, answers=answers, prompts={key: tuple(ids) for key, ids in found.prompts.items()})
+
+
+class _Judge:
+    """Scores the texts of a server, the same on every rank, and judges them."""
+
+    def __init__(self, session: Session, requests: Sequence[PromptRequest], found: Gathered) -> None:
+        self._requests = requests
+        self._session, self._found, self._config = session, found, session.config
+        self._longest, self._scores = session.config.most_draft_tokens, dict[str, list[TextScore]]()
+
+    def all(self) -> list[Finding]:
+        """The findings of all checks; raises ConfigError for a server that cannot be audited."""
+        self._require_samples()
+        of_log_probs, shown = self._log_probs()
+        given = settings_of(self._config).tolerance
+        variation = shown if given is None else given
+        if variation is not None:
+            variation /= min(self._config.sampling.temperature, 1.0)
+        return [
+            self._law(variation), of_log_probs, self._greedy(variation), *self._processors(variation),
+            self._end(variation), self._stops(), self._seeds(), *self._swaps(),
+        ]  # fmt: skip
+
+    def contexts(self) -> list[checks.SeenContext]:
+        """The contexts that speak most against the law."""
+        texts, scores = self._texts(LAW), self._scores.get(LAW, [])
+        both = zip(texts, scores, strict=True)
+        return checks.worst_contexts([(text.prompt_ids, text.token_ids, one.log_probs) for text, one in both])
+
+    def _require_samples(self) -> None:
+        of_law = self._found.of(LAW)
+        if refusal := self._found.refusal(LAW):
+            raise ConfigError(f"the server does not complete texts as the audit asks: {refusal}")
+        by_prompt = groupby(sorted(of_law, key=lambda entry: entry[0]), key=lambda entry: entry[0])
+        groups = [[answer.text for _, answer in of_prompt] for _, of_prompt in by_prompt]
+        if all(len(texts) >= _LEAST_EQUAL and len({*texts}) == 1 for texts in groups):
+            raise ConfigError(
+                "the server does not sample: all texts of a prompt are the same, whatever their seeds; let it heed "
+                "temperature and seed"
+            )
+        wrong = max((token for _, one in of_law for token in one.ids or ()), default=0)
+        if wrong >= self._session.models.target.vocab_size:
+            raise ConfigError(
+                f"the server's texts have token id {wrong}, which the target lacks: give the server's model"
+            )
+
+    def _texts(self, check: str) -> list[SampledText]:
+        """The texts of a check whose tokens are known, those of a prompt after one another."""
+        known = [
+            SampledText(
+                prompt_ids=prompt, token_ids=answer.ids,
+                roles=(Role.unused, *[Role.hidden] * (len(answer.ids) - 1)),
+            )
+            for prompt, answer in self._found.of(check)
+            if answer.ids
+        ]  # fmt: skip
+        return sorted(known, key=lambda text: (text.prompt_ids, -len(text.token_ids)))
+
+    def _rounds(self) -> Rounds:
+        if not self._session.models.drafts or self._config.draft.model is None:
+            return Rounds(rule=CERTAIN, num_known=0, longest=self._longest)
+        return replace(ANY_ROUNDS, longest=self._longest)
+
+    def _score(self, check: str, sampling: SamplingConfig | None = None, *, sums: bool = True) -> list[TextScore]:
+        texts = self._texts(check)
+        texts = texts if sums else [replace(text, roles=()) for text in texts]
+        return score(self._session, texts, rounds=self._rounds(), sampling=sampling)
+
+    def _sums(self, check: str, sampling: SamplingConfig | None = None) -> dict[str, Sum]:
+        self._scores[check] = self._score(check, sampling)
+        return sums_of([one.sums for one in self._scores[check] if one.sums])
+
+    def _law(self, variation: float | None) -> Finding:
+        of_law = self._found.of(LAW)
+        hidden = sum(one.ids is None for _, one in of_law)
+        if hidden > _MOST_AMBIGUOUS * len(of_law):
+            return Finding(
+                LAW, UNKNOWN,
+                f"cannot judge texts whose encoding is ambiguous, {hidden} of {len(of_law)}: the server gives neither "
+                "token ids (return_token_ids) nor log-probabilities with the bytes of tokens",
+            )  # fmt: skip
+        sums = self._sums(LAW)
+        log_probs = [value for one in self._scores[LAW] for value in one.log_probs]
+        num_tokens = len(log_probs)
+        if sentence := checks.other_model(log_probs, sum(one.expected for one in self._scores[LAW])):
+            return Finding(LAW, UNKNOWN, sentence)
+        if others := self._texts(BASELINE):
+            of_others = self._sums(BASELINE)
+            factor = num_tokens / max(sum(len(text.token_ids) for text in others), 1)
+            sums, variation = checks.between(sums, of_others, factor=factor), 0.0
+        found = checks.judge_sums(LAW, sums, variation, least_p=checks.OF_LAW)
+        lacks = (
+            "" if self._session.models.drafts else "; without draft= the scores that compare with a draft are missing"
+        )
+        beside = "" if variation is None else f"; tolerance {variation:.2g}"
+        return found._replace(said=f"{num_tokens} tokens of {len(of_law)} texts: {found.said}{beside}{lacks}")
+
+    def _known(self, check: str, num_top: int) -> list[tuple[Answered, list[TokenLogprob]]]:
+        """Answers of a check with the target's own log-probabilities of their tokens."""
+        chosen = [(prompt, one) for prompt, one in self._found.of(check) if one.ids][:NUM_SCORED]
+        config = replace(self._config, sampling=plain(self._config.sampling), logprobs=num_top, prompt_logprobs=None)
+        texts = [(prompt, one.ids or ()) for prompt, one in chosen]
+        of_place = dict(score_completions(self._session.models, config, texts))
+        return [(one, of_place[place].logprobs or []) for place, (_, one) in enumerate(chosen)]
+
+    def _log_probs(self) -> tuple[Finding, float | None]:
+        pairs = [pair for answer, known in self._known(LAW, 20) for pair in zip(answer.scored, known, strict=False)]
+        finding, shown = checks.judge_log_probs(pairs)
+        self._nats = max((abs(said.own - known.logprob) for said, known in pairs if said.own > -5), default=0.0)  # noqa: PLR2004
+        return finding, shown
+
+    def _greedy(self, variation: float | None) -> Finding:
+        gaps = [
+            [known[0].top[0].logprob - known[0].logprob for known in zip(of_text)]
+            for _, of_text in self._known(GREEDY, 1)
+        ]
+        near_tie = NEAR_TIES.get(self._config.model.dtype, 0.0)
+        return checks.judge_greedy(
+            gaps, near_tie=max(near_tie, 2 * self._nats if variation else 0.0), is_known=variation is not None
+        )
+
+    def _processors(self, variation: float | None) -> list[Finding]:
+        found, asked = list[Finding](), processors(self._session, self._requests)
+        for name, sampling in asked.items():
+            if refusal := self._found.refusal(name):
+                found.append(Finding(name, UNKNOWN, f"the server refuses it: {refusal}"))
+                continue
+            of_asked, without = (
+                [value for one in self._score(name, law, sums=False) for value in one.log_probs]
+                for law in (sampling, plain(self._config.sampling))
+            )
+            found.append(checks.judge_processor(name, of_asked, without, num=len(asked), variation=variation or 0.0))
+        return found
+
+    def _end(self, variation: float | None) -> Finding:
+        check = "end of the context"
+        if not self._texts(END):
+            return Finding(
+                check, UNKNOWN, self._found.refusal(END) or "the server does not say how long it is: task.context="
+            )
+        found = checks.judge_sums(check, self._sums(END), variation, least_p=checks.OF_END / 2)
+        if found.outcome != HELD:
+            return found
+        # A fault of the very last position is one in K + 1 tokens of the other sums.
+        texts = self._texts(END)
+        longest = max(len(text.token_ids) for text in texts)
+        last = (*[Role.unused] * (longest - 1), Role.hidden)
+        whole = [replace(text, roles=last) for text in texts if len(text.token_ids) == longest > 1]
+        scores = score(self._session, whole, rounds=self._rounds())
+        of_last = checks.judge_sums(check, sums_of([one.sums for one in scores if one.sums]), variation,
+                                    least_p=checks.OF_END / 2)  # fmt: skip
+        return found if of_last.outcome != FAILED else of_last._replace(said=f"the last position: {of_last.said}")
+
+    def _stops(self) -> Finding:
+        found = self._found.of(STOPS)
+        keys = [key for key in self._found.prompts if key.startswith(f"{STOPS}/")]
+        stops = [self._found.stops[key] for key in keys if isinstance(self._found.answers.get(key), Answered)]
+        return checks.judge_stops([*zip(stops, (one for _, one in found), strict=True)])
+
+    def _seeds(self) -> Finding:
+        pairs = [
+            (first, again)
+            for number in range(NUM_SCORED)
+            if isinstance(first := self._found.answers.get(f"{LAW}/{number}"), Answered)
+            and isinstance(again := self._found.answers.get(f"{SEEDS}/{number}"), Answered)
+        ]
+        return checks.judge_seeds(pairs)
+
+    def _swaps(self) -> Sequence[Finding]:
+        if not settings_of(self._config).baseline:
+            return ()
+        first, second = self._found.of(LAW), self._found.of(BASELINE)
+        pairs = sorted(zip(first, second, strict=False), key=lambda pair: pair[0][0])
+        groups = groupby(pairs, key=lambda pair: pair[0][0])
+        return [checks.judge_swaps([[(one, other) for (_, one), (_, other) in of_prompt] for _, of_prompt in groups])]

@@ -1,0 +1,114 @@
+"""Reads token ids and log-probabilities of answers, as servers give them.
+
+    token_ids, tokens       ids (vLLM and SGLang with return_token_ids; llama.cpp)
+    logprobs.tokens         "token_id:198" (vLLM with return_tokens_as_token_ids), or the texts of tokens
+    logprobs.content        bytes of tokens (llama.cpp, chats)
+
+A text of a token stands for an id only if no other token has the same bytes. A text alone has several encodings, of
+which a model may have drawn any: it is left out, and counted.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from transformers import PreTrainedTokenizerBase
+
+from llama_ssp.token_bytes import reader_of
+
+_ID = "token_id:"
+
+
+class Scored(NamedTuple):
+    """What a server says of a place of a text: the log-probability of its token, and of the most probable ones."""
+
+    own: float
+    top: dict[int, float]
+
+
+class Answered(NamedTuple):
+    """An answer.
+
+    Attributes:
+        ids: None if they cannot be told.
+        scored: empty without log-probabilities, or if their tokens cannot be told.
+        num_prompt: tokens of the prompt, as the server counts; None if it does not say.
+    """
+
+    text: str
+    ids: tuple[int, ...] | None
+    finish: str
+    scored: list[Scored]
+    num_prompt: int | None
+
+
+class TextReader:
+    """Reads the answers of servers whose model has this tokenizer."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, vocab_size: int, eos_ids: Sequence[int]) -> None:
+        self._vocab_size, self._eos_ids, self._ids = vocab_size, eos_ids, dict[bytes, list[int]]()
+        read, known = reader_of(tokenizer), {**tokenizer.added_tokens_decoder}
+        for token in range(min(vocab_size, len(tokenizer))):
+            written = str(tokenizer.convert_ids_to_tokens(token))
+            own = str(known[token].content).encode() if token in known else read(written)
+            self._ids.setdefault(own, []).append(token)
+
+    def read(self, answer: Mapping[str, Any], *, ends: bool) -> Answered:
+        """Read the first choice of an answer; `ends` if only an end-of-sequence token stops it."""
+        choice, usage = answer["choices"][0], answer.get("usage") or {}
+        found = choice.get("logprobs") or {}
+        ids = self._given(choice)
+        ids = self._named(found) if ids is None else ids
+        finish, scored = str(choice.get("finish_reason")), self._scored(found, ids)
+        if ends and ids is not None and finish == "stop" and self._eos_ids and not {*ids[-1:]} & {*self._eos_ids}:
+            ids += tuple(self._eos_ids[:1])  # some servers leave the last token out
+        text, num_prompt = str(choice.get("text") or ""), usage.get("prompt_tokens")
+        return Answered(text=text, ids=ids, finish=finish, scored=scored, num_prompt=num_prompt)
+
+    def _given(self, choice: Mapping[str, Any]) -> tuple[int, ...] | None:
+        for name in ("token_ids", "tokens"):
+            ids = choice.get(name)
+            if isinstance(ids, list) and all(isinstance(one, int) for one in ids):
+                return tuple(ids)
+        return None
+
+    def _named(self, found: Mapping[str, Any]) -> tuple[int, ...] | None:
+        """The ids by the names of tokens; one that no id or several have hides all."""
+        pieces = found.get("content") or found.get("tokens")
+        if not isinstance(pieces, list) or not pieces:
+            return None
+        ids = [self._id_of(piece) for piece in pieces]
+        return None if None in ids else tuple(one for one in ids if one is not None)
+
+    def _id_of(self, piece: Any) -> int | None:  # noqa: ANN401 - JSON
+        if isinstance(piece, Mapping):
+            own = piece.get("bytes")
+            if isinstance(piece.get("id"), int):
+                return int(piece["id"])
+            piece, known = piece.get("token", ""), bytes(own) if own else None
+        else:
+            known = None
+        text = str(piece)
+        if text.startswith(_ID) and text.removeprefix(_ID).isdecimal():
+            return int(text.removeprefix(_ID))
+        ids = self._ids.get(known or text.encode(errors="replace"), [])
+        return ids[0] if len(ids) == 1 else None
+
+    def _scored(self, found: Mapping[str, Any], ids: Sequence[int] | None) -> list[Scored]:
+        if content := found.get("content"):
+            rows = [
+                (one.get("logprob"), [(other, other["logprob"]) for other in one.get("top_logprobs") or ()])
+                for one in content
+            ]
+        else:
+            tops = found.get("top_logprobs") or ()
+            rows = [
+                (own, list((top or {}).items()))
+                for own, top in zip(found.get("token_logprobs") or (), tops, strict=False)
+            ]
+        if ids is None or len(rows) != len(ids) or any(own is None for own, _ in rows):
+            return []
+        known = [(own, [(self._id_of(piece), value) for piece, value in top]) for own, top in rows]
+        return [
+            Scored(float(own), {one: float(value) for one, value in top if one is not None and one < self._vocab_size})
+            for own, top in known
+        ]

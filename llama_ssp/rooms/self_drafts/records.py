@@ -1,0 +1,105 @@
+"""The record of a target that drafts for itself: its settings, what they must be, what a plan counts. No torch."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from llama_ssp.architectures.family import record_of
+from llama_ssp.fields import setting
+from llama_ssp.groups import Range
+from llama_ssp.settings.backends import backend_of
+from llama_ssp.settings.drafters import DrafterRecord, DraftTerms, RoundSizes
+from llama_ssp.settings.schema import DrafterConfig, RunConfig
+from llama_ssp.settings.tasks import NoEffect
+from llama_ssp.words import said
+
+_KIND = "self"
+
+
+@dataclass(kw_only=True)
+class SelfConfig(DrafterConfig):
+    """The target as its own draft."""
+
+    layers: Any = setting(
+        None,
+        "layers that draft, before the model's norm and output: a number of them, the first ones, or a list, counted "
+        "from 0; null for all.",
+    )
+    window: int | None = setting(
+        None, "newest tokens that drafting sees, from a small cache of its own; null for all, in the target's cache."
+    )
+    sinks: int = setting(4, "first tokens of a text that drafting with a window also sees.")
+    restores: bool = setting(
+        False, "true leaves the target's cache as it was, for who drafts along finished texts and verifies nothing."
+    )
+
+
+def chosen_layers(draft: SelfConfig, num_layers: int) -> Sequence[int]:
+    """The numbers of the layers that draft, of a target of `num_layers`."""
+    given = draft.layers
+    return range(num_layers if given is None else given) if given is None or isinstance(given, int) else list(given)
+
+
+def small_cache_slots(draft: SelfConfig) -> int | None:
+    """Slots of the small cache that the target's are copied to; None without one."""
+    return None if draft.window is None else draft.window + draft.sinks
+
+
+_RANGES: tuple[Range, ...] = (
+    ("draft.window", lambda n: n is None or n >= 1, "at least 1 token, or null for all"),
+    ("draft.sinks", lambda n: n >= 0, "at least 0"),
+)
+
+
+def _problems(config: RunConfig) -> Iterator[str | NoEffect]:
+    draft, target = config.draft, config.model
+    assert isinstance(draft, SelfConfig)
+    if draft.layers is None and draft.window is None:
+        yield "draft=self drafts with the whole target, which gains nothing: give draft.layers= or draft.window="
+    if backend_of(config.placement.target.kind).by_library:
+        kind = said("placement.target.kind", config.placement.target.kind)
+        yield f"draft=self needs placement.target.kind=tensor, and {kind} was given"
+    steps = config.most_draft_tokens
+    if draft.window is not None and 1 <= draft.window <= steps:
+        yield f"{said('draft.window', draft.window)} is less than K + 1, here {steps + 1}: give a wider window"
+    if draft.window is None:
+        yield NoEffect("draft.sinks", "without draft.window")
+    if target.shape is None:
+        return
+    if not record_of(target.shape.model_type).is_llama_kind:
+        yield (
+            f"draft=self needs a target whose layers are like Llama's, and {said('model', target.name)} is a "
+            f"{target.shape.model_type} model: give a draft model or head with draft=NAME"
+        )
+    yield from _problems_of_layers(draft, target.shape.num_hidden_layers)
+
+
+def _problems_of_layers(draft: SelfConfig, num_layers: int) -> Iterator[str]:
+    given = draft.layers
+    if given is None:
+        return
+    if isinstance(given, int) and not isinstance(given, bool):
+        if not 1 <= given <= num_layers:
+            yield f"{said('draft.layers', given)} is out of range: the target has {num_layers} layers"
+        return
+    numbers = [*given] if isinstance(given, Sequence) and not isinstance(given, str) else []
+    is_list = numbers and all(type(number) is int for number in numbers)
+    if not is_list or numbers != sorted({*numbers}) or not 0 <= numbers[0] <= numbers[-1] < num_layers:
+        yield (
+            f"draft.layers={given} is neither a number of layers nor a rising list of numbers from 0 to "
+            f"{num_layers - 1}, as draft.layers=[0,1,2]"
+        )
+
+
+def _terms(draft: SelfConfig, round_: RoundSizes) -> DraftTerms:
+    """Count the steps of the layers, and the slots of the small cache."""
+    layers, slots = chosen_layers(draft, round_.num_target_layers), small_cache_slots(draft)
+    return DraftTerms(layers=len(layers), seen_slots=slots, copied_slots=slots or 0)
+
+
+# Source: arXiv:2404.16710 (first layers), arXiv:2410.06916 (skipped layers), arXiv:2408.11049 (window and sinks).
+SELF = DrafterRecord(
+    name=_KIND, make="llama_ssp.rooms.self_drafts.drafter:SelfDrafter", config=SelfConfig, reads_target=True,
+    alone=lambda draft: replace(draft, restores=True), has_trees=True, ranges=_RANGES, problems=_problems,
+    terms=_terms, step_name="draft by the target's own layers",
+)  # fmt: skip

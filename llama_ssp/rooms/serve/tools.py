@@ -1,0 +1,297 @@
+"""Tools of chats: the form in which a model writes calls, grammars that make it write them, and calls in its answer.
+
+A chat template teaches its model a form. Known forms are told apart by the template's own words:
+
+    Hermes, Qwen 2.5 and 3    <tool_call>{"name": NAME, "arguments": OBJECT}</tool_call>, for each call
+    Llama 3                   {"name": NAME, "parameters": OBJECT}, and nothing else
+    Mistral, up to tokenizer 7    [TOOL_CALLS][{"name": NAME, "arguments": OBJECT}, ...], at the end
+"""
+
+import json
+import re
+import secrets
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from transformers import PreTrainedTokenizerBase
+
+from llama_ssp.rooms.serve.inbox import RequestError
+from llama_ssp.speculate.engine.text import IncrementalText, Piece
+
+MOST_TOOLS = 128
+_NAME, _CHOICES, _ID_LENGTH = re.compile(r"[A-Za-z0-9_-]{1,64}"), ("auto", "none", "required"), 9
+_SPACING = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
+"""Arguments stand as templates write them."""
+_DECODER = json.JSONDecoder()
+
+
+class Form(NamedTuple):
+    """How a model writes calls.
+
+    Attributes:
+        taught_by: finds it in a template.
+        mark: begins a call, or a list of calls.
+        end: ends a call; empty if calls end the answer.
+        key: of the arguments.
+        many, single: in a grammar, what follows the first mark, with `mark` and `end` to be filled in, and `one` for an
+            object.
+        is_bare: an answer that begins with { is a call, without a mark.
+    """
+
+    taught_by: re.Pattern[str]
+    mark: str
+    end: str
+    key: str
+    many: str
+    single: str
+    is_bare: bool = False
+
+
+_HERMES = Form(
+    re.compile(r'(?s)(?!.*<(?:function=|arg_key>)).*<tool_call>.*arguments\\?"'), "<tool_call>", "</tool_call>",
+    "arguments", r'"\n" one "\n" {end} ("\n" {mark} "\n" one "\n" {end})*', r'"\n" one "\n" {end}',
+)  # fmt: skip
+_MISTRAL = Form(
+    re.compile(r"(?s)(?!.*\[ARGS\]).*\[TOOL_CALLS\]"), "[TOOL_CALLS]", "", "arguments",
+    '" "? "[" one (", " one)* "]"', '" "? "[" one "]"',
+)  # fmt: skip
+_LLAMA = Form(
+    re.compile(r'(?s)(?=.*ipython).*parameters\\?"'), "<|python_tag|>", "", "parameters", "one", "one", is_bare=True
+)
+_FORMS = (_MISTRAL, _HERMES, _LLAMA)
+
+
+@dataclass(frozen=True)
+class Tools:
+    """The tools of a request.
+
+    Attributes:
+        form: of their calls.
+        names: of those that may be called.
+        mark_id: the token that is the form's mark, and that has no text; None if the mark is text.
+        grammar: of the answer, in the notation of `guided_grammar`; None if it may be any text.
+    """
+
+    form: Form
+    names: frozenset[str]
+    mark_id: int | None
+    grammar: str | None
+
+
+class Call(NamedTuple):
+    """A call of a tool; `arguments` is a JSON object."""
+
+    name: str
+    arguments: str
+    id: str
+
+    def as_json(self) -> dict[str, object]:
+        """The call in OpenAI's form."""
+        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
+
+
+def tools_of(given: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> Tools | None:
+    """The tools that a body lets its model call; None for none. Raises RequestError that names a field."""
+    tools = given.get("tools", [])
+    functions = [_function(tool, number) for number, tool in enumerate(tools if isinstance(tools, list) else (), 1)]
+    names = [one["name"] for one in functions]
+    if not isinstance(tools, list) or len(tools) > MOST_TOOLS or len({*names}) < len(names):
+        raise RequestError(f"tools must be a list of up to {MOST_TOOLS} functions of different names", param="tools")
+    choice = _choice(given, names)
+    if choice == "none" or not functions:
+        return None
+    form = form_of(tokenizer, tools, "tools")
+    is_single = given.get("parallel_tool_calls") is False or choice in names
+    is_constrained = choice != "auto" or is_single or any(one.get("strict") for one in functions)
+    if choice in names:
+        functions = [one for one in functions if one["name"] == choice]
+    grammar = _grammar(form, functions, tokenizer, is_single=is_single, may_be_text=choice == "auto")
+    called = frozenset(one["name"] for one in functions)
+    return Tools(form, called, _special_id(form.mark, tokenizer), grammar if is_constrained else None)
+
+
+def _choice(given: Mapping[str, Any], names: Collection[str]) -> str:
+    """Who decides about calls: `auto`, `none`, `required`, or the name of the tool to call."""
+    choice = given.get("tool_choice", "auto")
+    if isinstance(choice, dict) and choice.get("type") == "function":
+        function = choice.get("function")
+        choice = function.get("name") if isinstance(function, dict) else None
+        if choice in names:
+            return str(choice)
+        raise RequestError("tool_choice must name one of tools", param="tool_choice")
+    if choice not in _CHOICES or (choice == "required" and not names):
+        wanted = f'{", ".join(_CHOICES)} or {{"type": "function", "function": {{"name": NAME}}}}'
+        raise RequestError(f"tool_choice must be {wanted}, the last two with tools", param="tool_choice")
+    return str(choice)
+
+
+def _function(tool: object, number: int) -> dict[str, Any]:
+    """The function of a tool."""
+    function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(function, dict) or not isinstance(name, str) or not _NAME.fullmatch(name):
+        wanted = '{"type": "function", "function": {"name": NAME, "parameters": SCHEMA}}'
+        raise RequestError(f"entry {number} of tools must be {wanted}, with a name of {_NAME.pattern}", param="tools")
+    if not isinstance(function.get("parameters", {}), dict):
+        raise RequestError(f"parameters of {name} in tools must be a schema, an object", param="tools")
+    return function
+
+
+def form_of(tokenizer: PreTrainedTokenizerBase, tools: Sequence[Any], param: str) -> Form:
+    """The form that the chat template teaches; raises RequestError if it is none of those that are known."""
+    source = tokenizer.get_chat_template(tools=[*tools]) if tokenizer.chat_template else ""
+    if found := next((form for form in _FORMS if form.taught_by.match(source)), None):
+        return found
+    known = "of Hermes and Qwen 3 (<tool_call> around JSON), Llama 3 and Mistral ([TOOL_CALLS] before a list)"
+    raise RequestError(f"the chat template of this model has no tool calls in a known form: those {known}", param=param)
+
+
+def _special_id(text: str, tokenizer: PreTrainedTokenizerBase) -> int | None:
+    added = tokenizer.added_tokens_decoder
+    return next((token for token, one in added.items() if one.special and one.content == text), None)
+
+
+def _grammar(
+    form: Form, functions: Sequence[Mapping[str, Any]], tokenizer: PreTrainedTokenizerBase, *, is_single: bool,
+    may_be_text: bool,
+) -> str:  # fmt: skip
+    """Write the grammar of calls of these functions, or of a text before or in place of them."""
+    ids = {text: _special_id(text, tokenizer) for text in (form.mark, form.end)}
+    mark, end = (json.dumps(text) if ids[text] is None else f"<[{ids[text]}]>" for text in (form.mark, form.end))
+    lines = [f"after: {(form.single if is_single else form.many).format(mark=mark, end=end)}"]
+    lines.append("one: " + " | ".join(f"call_{number}" for number in range(len(functions))))
+    for number, function in enumerate(functions):
+        begin = f'{{"name": "{function["name"]}", "{form.key}": '
+        schema = _SPACING | {"type": "object"} | (function.get("parameters") or {"properties": {}})
+        lines.append(f'call_{number}: {json.dumps(begin)} arguments_{number} "}}"')
+        lines.append(f"arguments_{number}: %json {json.dumps(schema)}")
+    begun = "after" if form.is_bare else f"{mark} after"
+    if not may_be_text:
+        return "\n".join([f"start: {begun}", *lines])
+    if form.is_bare:
+        lines += [f"start: TEXT? | {begun}", r"TEXT: /(?s:.+)/ & ~/(?s:\s*\{.*)/"]
+    elif ids[form.mark] is not None:
+        lines += [f"start: TEXT? ({begun})?", "TEXT: /(?s:.+)/"]
+    else:  # a text ends at its first mark
+        lines += ["start: TEXT? | lead after", "TEXT: /(?s:.+)/", f"lead[suffix={mark}]: /(?s:.*)/"]
+    return "\n".join(lines)
+
+
+def with_calls(messages: object, tokenizer: PreTrainedTokenizerBase) -> object:
+    """Messages whose calls are as templates read them, with arguments as objects; raises RequestError."""
+    if not isinstance(messages, list):
+        return messages
+    found = []
+    for number, message in enumerate(messages, start=1):
+        calls = message.get("tool_calls") if isinstance(message, dict) else None
+        if calls and (number == len(messages) or message.get("role") != "assistant"):
+            reason = (
+                f"message {number} has tool_calls, which an assistant makes, and a message of the role tool answers"
+            )
+            raise RequestError(reason, param="messages")
+        found.append({**message, "tool_calls": _read_calls(calls, number, tokenizer)} if calls else message)
+    return found
+
+
+def _read_calls(calls: Any, number: int, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:  # noqa: ANN401
+    form_of(tokenizer, (), "messages")
+    try:
+        functions = [(str(call["id"]), str(call["function"]["name"]), call["function"]["arguments"]) for call in calls]
+        return [
+            {"id": name, "type": "function", "function": {"name": called, "arguments": _object(given)}}
+            for name, called, given in functions
+        ]
+    except (KeyError, TypeError, ValueError, RecursionError):
+        wanted = '{"id": ID, "type": "function", "function": {"name": NAME, "arguments": JSON}}'
+        reason = f"tool_calls of message {number} must be a list of {wanted}"
+        raise RequestError(reason, param="messages") from None
+
+
+def _object(given: object) -> dict[str, Any]:
+    found = json.loads(given) if isinstance(given, str) else given
+    if not isinstance(found, dict):
+        raise TypeError
+    return found
+
+
+class CallReader:
+    """Divides the text of an answer, while it arrives, into text for the user and calls.
+
+    A call is one once it is whole, and names a tool of the request; anything else is text. White space beside calls is
+    left out.
+    """
+
+    def __init__(self, tools: Tools) -> None:
+        self._form, self._names = tools.form, tools.names
+        self._held, self._has_text, self._has_calls = "", False, False
+
+    def push(self, text: str, *, is_over: bool = False) -> tuple[str, list[Call]]:
+        """Take text; returns text and calls that are known now."""
+        self._held += text
+        shown, calls = "", list[Call]()
+        while (place := self._begin()) is not None:
+            if not (end := self._end(place, is_over=is_over)):
+                return shown + self._show(place), calls
+            found, rest = self._read(self._held[place:end])
+            shown += self._show(place if found else end)
+            if found:
+                calls, self._held, self._has_calls = [*calls, *found], rest + self._held[end - place :], True
+        shown += self._show(len(self._held) - (0 if is_over else self._num_kept()))
+        return shown.rstrip() if is_over and self._has_calls else shown, calls
+
+    def _begin(self) -> int | None:
+        """Where a call may begin in the text that is held."""
+        if self._form.is_bare and not self._has_text and self._held.lstrip().startswith("{"):
+            return 0
+        place = self._held.find(self._form.mark)
+        return None if place < 0 else len(self._held[:place].rstrip())
+
+    def _end(self, begin: int, *, is_over: bool) -> int:
+        """Where the call that begins there ends; 0 if that is not known yet."""
+        place = self._held.find(self._form.end, begin) if self._form.end else -1
+        return place + len(self._form.end) if place >= 0 else len(self._held) * is_over
+
+    def _show(self, number: int) -> str:
+        """Take the first characters of the text that is held."""
+        shown, self._held = self._held[:number], self._held[number:]
+        self._has_text = self._has_text or bool(shown.strip())
+        return shown
+
+    def _num_kept(self) -> int:
+        """How much of the end could belong to a call, or to the white space before one."""
+        mark, held = self._form.mark, self._held
+        begun = next((number for number in range(len(mark) - 1, 0, -1) if held.endswith(mark[:number])), 0)
+        return len(held) - len(held[: len(held) - begun].rstrip())
+
+    def _read(self, block: str) -> tuple[list[Call], str]:
+        """The calls that a block begins with, and its rest; none of a block with an end if it has a rest."""
+        body, calls = block.strip().removeprefix(self._form.mark).removesuffix(self._form.end or "\0"), list[Call]()
+        try:
+            while body := body.lstrip(" \n\r\t,;[]"):
+                one, end = _DECODER.raw_decode(body)
+                if one["name"] not in self._names:
+                    break
+                arguments = json.dumps(_object(one[self._form.key]), ensure_ascii=False)
+                calls.append(Call(one["name"], arguments, secrets.token_hex(_ID_LENGTH)[:_ID_LENGTH]))
+                body = body[end:]
+        except (KeyError, TypeError, ValueError, RecursionError):
+            pass
+        return ([], "") if body and self._form.end else (calls, body)
+
+
+class MarkedText(IncrementalText):
+    """The text of an answer in which one special token, the mark of calls, has text."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt_ids: Sequence[int], tools: Tools) -> None:
+        super().__init__(tokenizer, prompt_ids)
+        self._mark_id, self._mark = tools.mark_id, tools.form.mark
+
+    def push(self, token_ids: Sequence[int], *, num_accepted: int = 0) -> list[Piece]:
+        """See `IncrementalText`."""
+        pieces, ids = list[Piece](), [*token_ids]
+        while self._mark_id in ids:
+            place = ids.index(self._mark_id)
+            pieces += [*super().push(ids[:place]), *self.flush(), Piece(self._mark, accepted=False)]
+            ids = ids[place + 1 :]
+        return [*pieces, *super().push(ids, num_accepted=num_accepted)]

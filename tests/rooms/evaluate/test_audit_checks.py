@@ -1,0 +1,174 @@
+"""The arithmetic of audits: what checks promise, without a server."""
+
+import math
+import random
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from llama_ssp import load
+from llama_ssp.log_probs import TokenLogprob, TopLogprob
+from llama_ssp.rooms.evaluate.audit import checks
+from llama_ssp.rooms.evaluate.audit.texts import Answered, Scored, TextReader
+from llama_ssp.rooms.evaluate.law import LawSums
+from llama_ssp.rooms.evaluate.martingales import FAULTS, SCORES, Role, Rounds, Sum, TextSums, sums_of
+
+TARGET, DRAFT, K, NUM_TOKENS = (0.4, 0.3, 0.2, 0.1), (0.1, 0.2, 0.3, 0.4), 2, 12
+FAULT = "a residual drawn from the target"
+
+
+def drawn(draw: random.Random, *, faulty: bool) -> list[int]:
+    """A text of rounds of K drafted tokens, after its first token."""
+    ids = draw.choices(range(4), TARGET)
+    rest = [max(p - q, 0.0) for p, q in zip(TARGET, DRAFT, strict=True)]
+    while len(ids) < NUM_TOKENS:
+        for _ in range(K):
+            [token] = draw.choices(range(4), DRAFT)
+            if draw.random() * DRAFT[token] >= TARGET[token]:
+                ids += draw.choices(range(4), TARGET if faulty else rest)
+                break
+            ids.append(token)
+        else:
+            ids += draw.choices(range(4), TARGET)
+    return ids[:NUM_TOKENS]
+
+
+def sums_of_texts(texts: Sequence[Sequence[int]]) -> list[TextSums]:
+    """The sums of texts that hide their rounds."""
+    sums, num = LawSums(len(texts), torch.device("cpu"), Rounds(longest=K)), len(texts)
+    target_BV, draft_BV = (torch.tensor([law]).expand(num, -1) for law in (TARGET, DRAFT))
+    ids_BT = torch.tensor(texts)
+    for place in range(NUM_TOKENS):
+        role = Role.hidden if place else Role.unused
+        sums.add(
+            ids_BT[:, place, None], target_BV, draft_BV, newest_BN=ids_BT[:, :place], roles_B=torch.full((num,), role)
+        )
+    return sums.of_texts()
+
+
+@pytest.mark.parametrize("faulty", [True, False])
+def test_a_fault_moves_texts_that_hide_their_rounds_as_far_as_they_say(faulty: bool) -> None:
+    """The chance of a difference of 4 standard errors is 0.00006."""
+    draw = random.Random(7)
+    texts = sums_of_texts([drawn(draw, faulty=faulty) for _ in range(3000)])
+    place, number = SCORES.index(FAULT), [*FAULTS].index(FAULT)
+    apart = [text.values[place] - faulty * text.shifts[number][place] for text in texts]
+    mean, shift = sum(apart) / len(apart), sum(text.shifts[number][place] for text in texts) / len(texts)
+    error = math.sqrt(sum((one - mean) ** 2 for one in apart)) / len(apart)
+    assert abs(mean) < 4 * error
+    assert shift > 20 * error, "or the test would show nothing"
+
+
+@pytest.mark.parametrize(("faulty", "outcome"), [(True, checks.FAILED), (False, checks.HELD)])
+def test_sums_fail_by_what_they_have_beyond_the_tolerance(faulty: bool, outcome: str) -> None:
+    draw = random.Random(3)
+    sums = sums_of(sums_of_texts([drawn(draw, faulty=faulty) for _ in range(3000)]))
+    assert checks.judge_sums("law", sums, 0.0, least_p=checks.OF_LAW).outcome == outcome
+    assert checks.judge_sums("law", sums, 0.5, least_p=checks.OF_LAW).outcome == checks.HELD
+    of_half = checks.judge_sums("law", sums, 0.5, least_p=checks.OF_LAW)
+    assert f"could have missed: {FAULT}" in of_half.said
+
+
+def a_sum(value: float) -> Sum:
+    return Sum(value=value, variance=100.0, reach=1.0, range=1000.0, shifts=(500.0,) * len(FAULTS))
+
+
+def test_without_a_tolerance_a_small_difference_is_not_judged() -> None:
+    for value, outcome in ((5.0, checks.HELD), (80.0, checks.UNKNOWN), (300.0, checks.FAILED)):
+        found = checks.judge_sums("law", {"surprise": a_sum(value)}, None, least_p=checks.OF_LAW)
+        assert found.outcome == outcome, found.said
+    found = checks.judge_sums("law", {"surprise": a_sum(80.0)}, None, least_p=checks.OF_LAW)
+    assert "a total variation of 0.0" in found.said
+    assert "give baseline= or task.tolerance=" in found.said
+
+
+def log_probs(law: Sequence[float], ids: Sequence[int]) -> list[float]:
+    return [math.log(law[token]) for token in ids]
+
+
+def test_a_processor_is_judged_by_the_texts_of_either_law() -> None:
+    """Of 400 honest texts of 200 tokens none is accused, where one in 70000 may be."""
+    draw, asked, without = random.Random(1), TARGET, (0.25,) * 4
+    outcomes = {checks.HELD: 0, checks.FAILED: 0, checks.UNKNOWN: 0}
+    for _ in range(400):
+        ids = draw.choices(range(4), asked, k=200)
+        both = log_probs(asked, ids), log_probs(without, ids)
+        outcomes[checks.judge_processor("top_k", *both, num=9, variation=0.0).outcome] += 1
+    assert outcomes[checks.FAILED] == 0
+    assert outcomes[checks.HELD] > 300
+    ids = draw.choices(range(4), without, k=400)
+    both = log_probs(asked, ids), log_probs(without, ids)
+    assert checks.judge_processor("top_k", *both, num=9, variation=0.0).outcome == checks.FAILED
+    assert checks.judge_processor("top_k", *both, num=9, variation=0.1).outcome == checks.UNKNOWN
+
+
+def places(slope: float, *, noise: float) -> list[tuple[Scored, TokenLogprob]]:
+    """Places whose log-probabilities a server gives at another temperature, and rounded."""
+    draw, found = random.Random(5), list[tuple[Scored, TokenLogprob]]()
+    for _ in range(300):
+        logits = [3 * draw.gauss(0, 1) for _ in range(20)]
+        of_server = [slope * one + noise * draw.gauss(0, 1) for one in logits]
+        ours, theirs = (
+            [one - math.log(sum(map(math.exp, of_all))) for one in of_all] for of_all in (logits, of_server)
+        )
+        top = [TopLogprob(token=token, logprob=one) for token, one in enumerate(ours)]
+        found.append((Scored(theirs[0], dict(enumerate(theirs))), TokenLogprob(token=0, logprob=ours[0], top=top)))
+    return found
+
+
+def test_log_probabilities_of_another_temperature_are_no_rounding() -> None:
+    exact, shown = checks.judge_log_probs(places(1.0, noise=0.0))
+    assert exact.outcome == checks.HELD
+    assert shown == pytest.approx(0, abs=1e-9)
+    rounded, shown = checks.judge_log_probs(places(1.0, noise=0.03))
+    assert rounded.outcome == checks.HELD
+    assert shown
+    assert 0.003 < shown < 0.1
+    hotter, shown = checks.judge_log_probs(places(0.9, noise=0.03))
+    assert (hotter.outcome, shown) == (checks.FAILED, None)
+    assert "temperature 1.1" in hotter.said
+
+
+def test_the_contexts_that_differ_most_are_shown() -> None:
+    laws = [math.log(one) for one in TARGET]
+    texts = [((9,), (token,), (laws[token],)) for token in [0] * 20 + [3] * 80]
+    first, *_ = checks.worst_contexts(texts)
+    assert (first.before, first.token, first.num_came, first.num_texts) == ((9,), 3, 80, 100)
+    assert first.num_expected == pytest.approx(10)
+
+
+def answer(text: str = "", ids: Sequence[int] | None = None) -> Answered:
+    return Answered(text, None if ids is None else tuple(ids), "length", [], None)
+
+
+def test_the_swap_test_needs_no_weights() -> None:
+    """A true pair fails with probability 0.00006."""
+    draw = random.Random(2)
+
+    def pairs(*laws: Sequence[float]) -> list[tuple[Answered, Answered]]:
+        both = [[draw.choices(range(4), law, k=10) for law in laws] for _ in range(300)]
+        return [(answer(ids=one), answer(ids=other)) for one, other in both]
+
+    assert checks.judge_swaps([pairs(TARGET, TARGET)]).outcome == checks.HELD
+    assert checks.judge_swaps([pairs(TARGET, DRAFT)]).outcome == checks.FAILED
+
+
+def test_token_ids_are_read_as_servers_say_them() -> None:
+    pair = load("tiny")
+    tokenizer, [eos] = pair.tokenizer, pair.models.eos_ids
+    reader = TextReader(tokenizer, vocab_size=pair.models.target.vocab_size, eos_ids=[eos])
+    ids = tokenizer("def factorial(n):", add_special_tokens=False).input_ids
+    pieces = [str(tokenizer.decode([token])) for token in ids]
+
+    def read(**choice: object) -> tuple[int, ...] | None:
+        return reader.read({"choices": [{"finish_reason": "length"} | choice]}, ends=True).ids
+
+    content = [{"token": "?", "bytes": [*piece.encode()], "logprob": -1.0} for piece in pieces]
+    assert read(token_ids=ids) == read(tokens=ids) == tuple(ids)
+    assert read(logprobs={"tokens": [f"token_id:{token}" for token in ids]}) == tuple(ids)
+    assert read(logprobs={"content": content}) == tuple(ids)
+    assert read(text="def factorial(n):") is None
+    assert read(logprobs={"tokens": [*pieces, "\ufffd"]}) is None, "a part of a character"
+    assert read(token_ids=ids, finish_reason="stop") == (*ids, eos), "some servers leave the last token out"
+    assert read(token_ids=[*ids, eos], finish_reason="stop") == (*ids, eos)

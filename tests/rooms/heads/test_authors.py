@@ -1,0 +1,175 @@
+"""Heads that their trainers' classes have written draft here as in those classes."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from scipy.stats import chisquare
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from llama_ssp.models.loading import load_model
+from llama_ssp.models.weights import Loading
+from llama_ssp.rooms.heads.drafter import HeadDrafter
+from llama_ssp.rooms.heads.one_pass_drafter import OnePassDrafter
+from llama_ssp.rooms.heads.sources import HeadSource
+from llama_ssp.settings.schema import SamplingConfig
+from tests.helpers import head_drafts
+from tests.helpers.draft_heads import inspect_pair
+from tests.helpers.head_drafts import NUM_DRAFTED, Seen
+from tests.helpers.lanes import heavy, slow
+from tests.helpers.models import build_checkpoint
+from tests.helpers.one_pass_heads import DIM, LAYERS, VOCABULARY, WIDTH
+from tests.helpers.text_laws import counted
+from tests.rooms.heads.authors import (
+    NEEDED,
+    SELECTING,
+    eagle_head,
+    eagle_logits,
+    flat_head,
+    flat_logits,
+    flat_rounds,
+    make_alike,
+    speculator_head,
+    speculator_logits,
+)
+
+pytestmark = NEEDED
+PROMPTS = ((5, 100, 17, 4, 56), (31,), tuple(range(40, 70)))
+_BOTH = ["sliding_attention", "full_attention"]
+WINDOWS: dict[str, dict[str, Any]] = {
+    "all": {},
+    "in both directions": {"is_causal": False},
+    "causal": {"is_causal": True},
+    "window": {"layer_types": _BOTH, "sliding_window": 5, "use_sliding_window": True},
+    "window of both": {"layer_types": _BOTH, "sliding_window": 3, "use_sliding_window": True, "is_causal": False},
+    "switched off": {"layer_types": _BOTH, "sliding_window": 5},
+}
+FACTORS = {"input_embedding_scale": 3.0, "output_multiplier": 0.5, "final_logit_softcapping": 2.0}
+
+
+def target_in(folder: Path, family: str = "llama") -> Any:  # noqa: ANN401 - a model of transformers
+    """Save a random target; returns it as the library has it."""
+    build_checkpoint(folder / "target", family, hidden_size=WIDTH, head_dim=DIM, vocab_size=VOCABULARY,
+                     num_hidden_layers=6)  # fmt: skip
+    return AutoModelForCausalLM.from_pretrained(folder / "target", dtype="float32")
+
+
+def decode(folder: Path, seen: Seen | None = None, kind: Any = OnePassDrafter, **how: Any) -> list[Any]:  # noqa: ANN401
+    """Texts of the pair in a folder; see `head_drafts.decode`."""
+    target, origin = inspect_pair(folder)
+    assert isinstance(origin, HeadSource)
+    runner = load_model(Loading(target, dtype=torch.float32))
+    head = load_model(Loading(origin, dtype=torch.float32, target=runner))
+    given: dict[str, Any] = {"width": WIDTH, "prompts": PROMPTS, "seen": seen} | how
+    return head_drafts.decode(runner, kind, head, origin.layers, **given)
+
+
+@pytest.mark.parametrize(
+    ("version", "windows", "tree"),
+    [
+        *((2, windows, None) for windows in WINDOWS), (1, "window of both", None), (1, "in both directions", None),
+        (2, "window of both", "2x2x1"), slow(1, "window", None),
+    ],
+)  # fmt: skip
+def test_heads_of_dflash_draft_as_in_their_authors_classes(
+    version: int, windows: str, tree: str | None, tmp_path: Path
+) -> None:
+    library, seen = target_in(tmp_path), Seen()
+    more = (SELECTING if version == 2 else {}) | (FACTORS if windows == "causal" else {})
+    head = flat_head(tmp_path / "head", version, windows=WINDOWS[windows], **more)
+    decode(tmp_path, seen, batch_size=2, tree=tree)
+    wanted = partial(flat_logits, head, library, num=NUM_DRAFTED)
+    assert head_drafts.check(seen, library, LAYERS, tree, wanted) > 40
+
+
+_OF_LAYERS = {"layer_types": _BOTH, "sliding_window": 3, "use_sliding_window": True}
+SPECULATORS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "dflash": ("dflash", {}, {}),
+    "dflash, windows": ("dflash", _OF_LAYERS, {}),
+    "dflash, windows in both directions": ("dflash", _OF_LAYERS, {"sliding_window_non_causal": True}),
+    "dflash 2, windows": ("dflash2", _OF_LAYERS, SELECTING),
+    "dflash 2, causal": ("dflash2", _OF_LAYERS, {"sliding_window_non_causal": False, "sample_from_anchor": True}),
+    "dspark, windows": ("dspark", _OF_LAYERS, {"markov_rank": 16, "markov_head_type": "rnn"}),
+}
+
+
+@pytest.mark.parametrize("name", SPECULATORS)
+def test_heads_of_speculators_draft_as_in_its_classes(name: str, tmp_path: Path) -> None:
+    library, seen, (kind, layers, fields) = target_in(tmp_path), Seen(), SPECULATORS[name]
+    head = speculator_head(tmp_path, kind, layers=layers, **fields)
+    at_anchor = head.config.sample_from_anchor
+    decode(tmp_path, seen, batch_size=2, num_drafted=NUM_DRAFTED + at_anchor)
+    wanted = partial(speculator_logits, head, at_anchor=at_anchor)
+    assert head_drafts.check(seen, library, LAYERS, None, wanted) > 40
+
+
+EAGLES: dict[str, dict[str, Any]] = {
+    "of a Llama": {"drafted": 112},
+    "that normed taps join": {"norm_before_fc": True, "norm_output": True},
+    "of two layers of a Qwen 3": {"kind": "qwen3", "num_layers": 2, "fc_norm": True},
+}
+
+
+@pytest.mark.parametrize("name", EAGLES)
+def test_heads_of_eagle_3_of_speculators_draft_as_in_its_class(name: str, tmp_path: Path) -> None:
+    library, seen = target_in(tmp_path), Seen()
+    head = eagle_head(tmp_path, **EAGLES[name])
+    decode(tmp_path, seen, kind=HeadDrafter, batch_size=2, num_drafted=1)
+    assert head_drafts.check(seen, library, LAYERS, None, partial(eagle_logits, head)) > 20
+
+
+def alike(folder: Path) -> tuple[Any, Any]:
+    """A target and a head of DFlash 2 whose drafts it mostly accepts, as their classes have them."""
+    library, block = target_in(folder), {"layer_types": _BOTH, "sliding_window": 6, "use_sliding_window": True}
+    more: dict[str, Any] = SELECTING | {
+        "selector_rank": WIDTH,
+        "selector_top_k": VOCABULARY - 4,
+        "output_multiplier": 0.01,
+    }
+    head = flat_head(folder / "head", 2, windows=block | {"is_causal": False}, **more)
+    make_alike(head, library)
+    library.save_pretrained(folder / "target")
+    head.save_pretrained(folder / "head")
+    return head, library
+
+
+def test_greedy_text_and_the_tokens_of_each_round_are_those_of_the_authors_loop(tmp_path: Path) -> None:
+    head, library = alike(tmp_path)
+    done = decode(tmp_path, batch_size=2, temperature=0.0, num_new=40)
+    for prompt, ours in zip(PROMPTS, done, strict=True):
+        text, rounds = flat_rounds(head, library, prompt, num_new=40)
+        assert ours.token_ids == text
+        assert [number + 1 for number in ours.accepted_lengths][:-2] == rounds[:-2] != []
+        assert sum(rounds) > 2.5 * len(rounds)
+
+
+class _Model:
+    """A model of the library as `counted` reads it."""
+
+    def __init__(self, library: Any) -> None:  # noqa: ANN401
+        self._library = library
+
+    def logits(self, ids: list[int]) -> Tensor:
+        with torch.inference_mode():
+            return self._library(torch.tensor([ids])).logits[0, -1]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("rule_name", ["block", heavy("speculative")])
+def test_sampled_texts_have_the_target_s_law_with_a_head_that_is_mostly_accepted(
+    rule_name: str, tmp_path: Path
+) -> None:
+    """A false alarm has a chance of 1 in 10 000."""
+    _, library = alike(tmp_path)
+    sampling, prompt = SamplingConfig(temperature=1.0, top_k=3), (5, 100, 17)
+    how: dict[str, Any] = {"sampling": sampling, "rule_name": rule_name, "num_samples": 2000}
+    done = decode(tmp_path, batch_size=250, num_new=4, prompts=[prompt], **how)
+    accepted = [number for each in done for number in each.accepted_lengths]
+    assert sum(accepted) > 0.5 * sum(sum(each.draft_lengths) for each in done)
+    target: Any = _Model(library)
+    for length in (2, 3, 4):
+        texts = [tuple(each.token_ids[:length]) for each in done]
+        counts, expected = counted(target, prompt, texts, sampling=sampling)
+        assert chisquare(counts, expected).pvalue > 1e-4 / 3

@@ -1,0 +1,35 @@
+"""A target that drafts for itself on two ranks writes the texts of one."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.commands import run
+
+pytestmark = [pytest.mark.distributed(2), pytest.mark.heavy]
+SETTINGS = [
+    "task=generate", "num_samples=3", "prompt=def f(x):", "max_new_tokens=24", "model.dtype=fp32", "batch_size=64",
+    "draft=self",
+]  # fmt: skip
+DRAFTS = {
+    "window": ["draft.window=8", "draft.sinks=2"],
+    "layers, rows enough for draws over shards": ["draft.layers=8", "num_samples=64"],
+    "both, greedy": ["draft.window=8", "draft.layers=[0,1,2,3,4,5,6,8,9]", "sampling=greedy", "num_samples=1"],
+}
+
+
+def texts(run_dir: Path) -> list[str]:
+    lines = [json.loads(line) for line in (run_dir / "run.jsonl").read_text().splitlines()]
+    return [line["text"] for line in sorted(lines, key=lambda line: int(line["sample"]))]
+
+
+@pytest.mark.parametrize("draft", list(DRAFTS))
+def test_two_ranks_write_the_texts_of_one(draft: str, tmp_path: Path) -> None:
+    found = []
+    for number in (1, 2):
+        folder = tmp_path / f"run{number}"
+        done = run([*SETTINGS, *DRAFTS[draft], f"run_dir={folder}"], num_ranks=number)
+        assert done.returncode == 0, done.stderr
+        found.append(texts(folder))
+    assert found[0] == found[1]

@@ -1,0 +1,49 @@
+"""What a plan of a target that drafts for itself counts: steps of its layers, and a small cache."""
+
+from typing import Any
+
+import pytest
+
+from llama_ssp.machines import hardware
+from llama_ssp.planning.memory import memory
+from llama_ssp.planning.timing import CostModel
+from llama_ssp.rooms.self_drafts.records import SelfConfig
+from tests.helpers.planning import make_spec
+
+H100 = hardware.load("h100")
+SPEC: dict[str, Any] = {"batch_size": 8, "prompt_tokens": 8000, "max_new_tokens": 100, "num_draft_tokens": 3}
+
+
+def costs(**draft: Any) -> CostModel:
+    settings = SelfConfig(kind="self", **draft)
+    return CostModel(make_spec("7B", free_draft="self", free_settings=settings, **SPEC), H100)
+
+
+def test_half_of_the_layers_take_half_of_the_time_but_for_the_output() -> None:
+    whole, half = (costs(layers=number).drafting_s(3) for number in (32, 16))
+    assert 0.45 < half / whole < 0.56
+
+
+def test_a_window_reads_a_small_part_of_a_long_cache() -> None:
+    whole, window = costs(layers=32).drafting_s(3), costs(window=512).drafting_s(3)
+    assert window < 0.6 * whole
+
+
+def test_the_small_cache_is_memory_of_the_draft() -> None:
+    none, window = (memory(costs(**draft).spec, H100)[0] for draft in ({"layers": 8}, {"window": 508}))
+    a_slot = 2 * 32 * 128 * 32 * 2
+    assert none.draft_cache_bytes == 0
+    assert window.draft_cache_bytes == pytest.approx(8 * (508 + 4 + 4) * a_slot, rel=0.01)
+
+
+def test_two_ranks_send_the_sums_of_each_step() -> None:
+    one, two = (
+        CostModel(
+            make_spec(
+                "7B", num_ranks=2, free_draft="self", free_settings=SelfConfig(kind="self", layers=layers), **SPEC
+            ),
+            H100,
+        ).collectives(3)[0]
+        for layers in (1, 2)
+    )
+    assert two - one == 3 * 2

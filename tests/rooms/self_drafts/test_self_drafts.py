@@ -1,0 +1,239 @@
+"""A target that drafts for itself: its law at every step of every round, its texts, its bytes, and what is refused.
+
+Shapes: K drafted tokens, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+from transformers.cache_utils import DynamicCache
+
+from llama_ssp.errors import ConfigError
+from llama_ssp.models.cache import StaticCache
+from llama_ssp.models.llama.decoder import LeanRunner
+from llama_ssp.models.runner import NullRunner
+from llama_ssp.rooms.self_drafts.drafter import SelfDrafter
+from llama_ssp.rooms.self_drafts.records import SelfConfig, chosen_layers
+from llama_ssp.settings.drafters import drafters
+from llama_ssp.speculate.engine.completion import RowCompletion
+from llama_ssp.speculate.engine.round import DraftChoice
+from llama_ssp.speculate.sampling.context import Rows
+from llama_ssp.workspaces import find_parts
+from tests.helpers.composed import check_refused
+from tests.helpers.decoders import (
+    ScriptedLength,
+    change_runs,
+    complete,
+    ids_of,
+    make_decoder,
+    parts_of,
+    requests_of,
+    tree_of,
+)
+from tests.helpers.lanes import first, heavy, pairs
+from tests.helpers.models import SIZES, build_checkpoint, load_lean
+from tests.helpers.recorded import FakeRecorder
+
+TEMPERATURE, NUM_DRAFTED = 0.8, 3
+PROMPTS = ((5, 90, 17, 4, 25), (31,), tuple(range(40, 70)))
+WAYS: dict[str, dict[str, Any]] = {
+    "window": {"window": 8, "sinks": 2},
+    "window, no sinks": {"window": 4, "sinks": 0},
+    "first layers": {"layers": 2},
+    "some layers": {"layers": [0, 2, 3]},
+    "both": {"window": 6, "sinks": 1, "layers": [1, 2]},
+}
+Seen = list[tuple[list[int], Tensor, Tensor]]
+"""Texts, and what was drafted behind them: tokens and their law."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("self")
+    build_checkpoint(folder, "llama", num_hidden_layers=4, num_key_value_heads=4)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def target(folder: Path) -> LeanRunner:
+    return load_lean(folder, dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def library(folder: Path) -> Any:  # noqa: ANN401 - a model of transformers
+    return AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
+
+
+def decode(
+    target: LeanRunner, draft: SelfConfig, *, seen: Seen | None = None, tree: str | None = None, num_new: int = 16,
+    choices: Sequence[DraftChoice] = (), prompts: Sequence[tuple[int, ...]] = PROMPTS, **how: Any,
+) -> list[RowCompletion]:  # fmt: skip
+    """Decode with the target as its own draft; `seen` takes its drafts, round by round."""
+    shape = tree_of(tree)
+    num_drafted = shape.num_drafted if shape else NUM_DRAFTED
+
+    def make_drafter(rule: Any) -> Any:  # noqa: ANN401 - any rule
+        sizes: Any = {"num_draft_tokens": num_drafted, "vocab_size": target.vocab_size}
+        drafter: Any = SelfDrafter(parts_of(target=target, config=draft, rule=rule, tree=tree, **sizes))
+        propose = drafter.propose
+
+        def watched(rows: Any, **named: Any) -> Any:  # noqa: ANN401
+            texts = [ids[:length].tolist() for ids, length in zip(rows.tokens_BS, rows.lengths_B, strict=True)]
+            found = propose(rows, **named)
+            assert seen is not None
+            seen.extend(zip(texts, found.ids_BK.clone(), found.drawn_law.clone(), strict=True))
+            return found
+
+        if seen is not None:
+            drafter.propose = watched
+        return drafter
+
+    given = {"temperature": TEMPERATURE, "replay": seen is None, "batch_size": 2} | how
+    decoder = make_decoder(
+        target, None, make_drafter=make_drafter, tree=tree, num_draft_tokens=num_drafted, **given
+    )  # fmt: skip
+    change_runs(decoder, reuses=True)
+    if choices:
+        decoder.length = ScriptedLength(choices)
+    return complete(decoder, requests_of(prompts, num_new))
+
+
+@torch.inference_mode()
+def logits_after(library: Any, draft: SelfConfig, text: list[int], drafted: list[int]) -> Tensor:  # noqa: ANN401
+    """The logits of transformers' model over what is left of the cache that the whole model has made of the text."""
+    cache, num_read, layers = DynamicCache(), len(text) - 1, library.model.layers
+    library(torch.tensor([text[:-1]]), past_key_values=cache)
+    kept = [*range(num_read)]
+    if draft.window is not None and num_read > draft.window + draft.sinks:
+        kept = [*kept[: draft.sinks], *kept[-draft.window :]]
+    for each in cache.layers:
+        layer: Any = each
+        layer.keys, layer.values = layer.keys[:, :, kept], layer.values[:, :, kept]
+    ids = torch.tensor([[text[-1], *drafted]])
+    number = ids.shape[1]
+    mask = torch.cat([torch.ones(number, len(kept)), torch.ones(number, number).tril()], 1).log()[None, None]
+    chosen = chosen_layers(draft, len(layers))
+    try:
+        library.model.layers = torch.nn.ModuleList([layers[place] for place in chosen])
+        library.config.num_hidden_layers = len(chosen)
+        found = library(
+            ids, position_ids=torch.arange(num_read, num_read + number)[None], past_key_values=cache,
+            attention_mask=mask,
+        )  # fmt: skip
+    finally:
+        library.model.layers, library.config.num_hidden_layers = layers, len(layers)
+    logits_V: Tensor = found.logits[0, -1].double()
+    return logits_V
+
+
+@pytest.mark.parametrize(
+    ("name", "tree"), [*((name, None) for name in WAYS), ("both", "2x2x1"), heavy("first layers", "2x1")]
+)
+def test_every_draft_has_the_law_of_the_layers_over_what_they_see(
+    name: str,
+    tree: str | None,
+    target: LeanRunner,
+    library: Any,  # noqa: ANN401
+) -> None:
+    """After rounds of any outcome and rounds without drafts, in rows shorter and longer than the window."""
+    draft, seen = SelfConfig(kind="self", **WAYS[name]), Seen()
+    pauses = [DraftChoice(0, 0), DraftChoice(0, 0), DraftChoice(NUM_DRAFTED, 0)] if tree is None else []
+    decode(target, draft, seen=seen, tree=tree, choices=pauses)
+    number, shape = 0, tree_of(tree)
+    for text, ids_K, law_TV in seen:
+        if text == [0, 0]:  # a vacant row
+            continue
+        for step in range(shape.num_parents if shape else NUM_DRAFTED):
+            path = [
+                node - 1 for node in range(1, step + 1) if shape is None or shape.topology.ancestors_BTT[0][step, node]
+            ]
+            wanted_V = (logits_after(library, draft, text, ids_K[path].tolist()) / TEMPERATURE).softmax(-1)
+            torch.testing.assert_close(law_TV[step].double(), wanted_V, atol=2e-5, rtol=1e-3)
+            number += 1
+    assert number > 20
+
+
+@pairs(name=[*WAYS], rule_name=["speculative", "coupled"], tree=[None, "2x2x1"], replay=[True, FakeRecorder()],
+       where=lambda rule_name, tree, **_: tree is None or rule_name == "speculative")  # fmt: skip
+def test_greedy_and_coupled_texts_are_those_of_plain_decoding(
+    name: str,
+    rule_name: str,
+    tree: str | None,
+    replay: Any,  # noqa: ANN401
+    target: LeanRunner,
+) -> None:
+    temperature = 0.9 if rule_name == "coupled" else 0.0
+    how: dict[str, Any] = {"temperature": temperature, "rule_name": rule_name, "batch_size": 2}
+    plain = complete(make_decoder(target, None, **how), requests_of(PROMPTS, 24))
+    draft = SelfConfig(kind="self", **WAYS[name])
+    assert ids_of(decode(target, draft, tree=tree, num_new=24, replay=replay, **how)) == ids_of(plain)
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_a_draft_along_a_finished_text_leaves_the_cache_of_the_target(name: str, target: LeanRunner) -> None:
+    draft = drafters()["self"].alone(SelfConfig(kind="self", **WAYS[name]))
+    drafter = SelfDrafter(parts_of(target=target, config=draft, vocab_size=target.vocab_size))
+    target.allocate(batch_size=2, capacity=40)
+    drafter.allocate(batch_size=2, num_slots=40)
+    text_BT, positions_BT = torch.arange(40).repeat(2, 1), torch.arange(20).repeat(2, 1)
+    with torch.inference_mode():
+        target.forward(text_BT[:, :20], positions_BT, bucket=40)
+        before = target.cache.slots(torch.arange(40).repeat(2, 1), range(4))
+        rows = Rows(text_BT, *3 * [torch.tensor([20, 12])])
+        drafter.propose(rows, num_tokens=NUM_DRAFTED, uniforms_BKP=torch.full((2, NUM_DRAFTED, 2), 0.5), bucket=40)
+        after = target.cache.slots(torch.arange(40).repeat(2, 1), range(4))
+    assert all(map(torch.equal, before, after))
+
+
+@pytest.mark.parametrize("draft", [SelfConfig(kind="self", window=640), SelfConfig(kind="self", layers=4)])
+def test_a_draft_that_sees_and_computes_all_is_accepted_whole(draft: SelfConfig, target: LeanRunner) -> None:
+    done = decode(target, draft, temperature=0.0)
+    assert all(number == NUM_DRAFTED for one in done for number in one.accepted_lengths[:-1])
+
+
+@pytest.mark.parametrize("name", first(["window", "both", "first layers"]))
+def test_the_small_cache_has_the_slots_that_a_plan_counts(name: str, folder: Path) -> None:
+    draft = SelfConfig(kind="self", **WAYS[name])
+    target = load_lean(folder, dtype=torch.float32)
+    drafter = SelfDrafter(parts_of(target=target, config=draft, vocab_size=target.vocab_size))
+    target.allocate(batch_size=3, capacity=40)
+    drafter.allocate(batch_size=3, num_slots=40)
+    own = [cache for cache in find_parts(drafter, StaticCache, seen=set()) if cache is not target.cache]
+    held = sum(whole.nbytes for cache in own for whole in cache._wholes if whole is not None)
+    slots, layers = (draft.window or 0) + draft.sinks if draft.window else 0, len(chosen_layers(draft, 4))
+    value_bytes = 4 * 2 * 4 * (SIZES["hidden_size"] // SIZES["num_attention_heads"])
+    assert held == (3 * (slots + NUM_DRAFTED + 1) * layers * value_bytes if slots else 0)
+
+
+def test_a_rank_without_the_target_is_refused() -> None:
+    nothing = NullRunner(device=torch.device("cpu"), vocab_size=8, max_position_embeddings=8)
+    with pytest.raises(ConfigError, match="every rank to hold a part of the target"):
+        SelfDrafter(parts_of(target=nothing, config=SelfConfig(kind="self", layers=1)))
+
+
+BAD = {
+    "": "give draft.layers= or draft.window=",
+    "draft.layers=11": "draft.layers=11 is out of range: the target has 10 layers",
+    "draft.layers=0": "draft.layers=0 is out of range",
+    "draft.layers=[0,10]": "a rising list of numbers from 0 to 9",
+    "draft.layers=[2,1]": "a rising list",
+    "draft.layers=many": "neither a number of layers nor a rising list",
+    "draft.layers=true": "neither a number of layers nor a rising list",
+    "draft.window=4": "draft.window=4 is less than K + 1, here 5: give a wider window",
+    "draft.window=0 speculation.num_draft_tokens=1": "draft.window=0 must be at least 1 token",
+    "draft.window=9 draft.sinks=-1": "draft.sinks=-1 must be at least 0",
+    "draft.layers=2 draft.sinks=3": "draft.sinks has no effect without draft.window",
+    "draft.layers=2 model=mixtral_8x7B": "layers are like Llama's",
+    "draft.layers=2 speculation.overlap=true": "overlap",
+    "draft.layers=2 task=acceptance task.store=true": "keeps no pair of draft=self",
+}
+
+
+@pytest.mark.parametrize(("words", "sentence"), BAD.items())
+def test_a_draft_of_its_own_that_cannot_be_is_one_sentence(words: str, sentence: str) -> None:
+    check_refused(f"task=generate draft=self {words}", sentence)

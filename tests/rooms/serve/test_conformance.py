@@ -1,0 +1,225 @@
+"""What public suites of other servers ask, as cases of our own: each row of the page's table holds, or is refused."""
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from llama_ssp import load
+from tests.helpers.repository import ROOT
+from tests.helpers.rooms import need
+from tests.rooms.serve.server import PROMPT, Server, serving
+
+PAGE = ROOT / "llama_ssp" / "rooms" / "serve" / "page.md"
+TEXTS, CHATS = "/v1/completions", "/v1/chat/completions"
+MESSAGES = [{"role": "system", "content": "code"}, {"role": "user", "content": "def f"}]
+Check = Callable[[Server], bool]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    pair = load("tiny", "tiny-draft")
+    pair.tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }} {% endfor %}"
+    with serving(pair) as server:
+        yield server
+
+
+def text(server: Server, **body: object) -> dict[str, Any]:
+    return server.complete(**{"prompt": PROMPT, "max_tokens": 8, "temperature": 0, **body})
+
+
+def chat(server: Server, **body: object) -> dict[str, Any]:
+    status, answer = server.ask(CHATS, {"messages": MESSAGES, "max_tokens": 8, "temperature": 0, **body})
+    assert status == 200, answer
+    assert isinstance(answer, dict)
+    return answer
+
+
+def first(answer: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = answer["choices"][0]
+    return found
+
+
+def status(server: Server, path: str, **body: object) -> int:
+    given = {"prompt": PROMPT} if path == TEXTS else {"messages": MESSAGES}
+    return int(server.ask(path, given | body)[0])
+
+
+def is_streamed(server: Server) -> bool:
+    events = server.stream(TEXTS, prompt=PROMPT, max_tokens=8, temperature=0)
+    pieces = [first(event) for event in events]
+    reasons = [piece["finish_reason"] for piece in pieces]
+    whole = first(text(server))
+    return bool("".join(piece["text"] for piece in pieces) == whole["text"] and reasons[-1] == whole["finish_reason"])
+
+
+def are_two_streamed(server: Server) -> bool:
+    events = server.stream(TEXTS, prompt=PROMPT, max_tokens=8, n=2, seed=1, temperature=1)
+    streamed = ["".join(first(event)["text"] for event in events if first(event)["index"] == place) for place in (0, 1)]
+    return streamed == [one["text"] for one in text(server, n=2, seed=1, temperature=1)["choices"]]
+
+
+def has_usage_when_asked(server: Server) -> bool:
+    asked: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 8}
+    last = server.stream(TEXTS, **asked, stream_options={"include_usage": True})[-1]
+    none = server.stream(TEXTS, **asked, stream_options={"include_usage": False})
+    each = server.stream(TEXTS, **asked, stream_options={"include_usage": True, "continuous_usage_stats": True})
+    ends = last["choices"] == [] and last["usage"]["completion_tokens"] == 8
+    return ends and not any("usage" in event for event in none) and all("usage" in event for event in each)
+
+
+def has_offsets(server: Server) -> bool:
+    choice = first(text(server, logprobs=1))
+    scores, shown = choice["logprobs"], choice["text"]
+    return all(
+        shown[place:].startswith(token) for token, place in zip(scores["tokens"], scores["text_offset"], strict=True)
+    )
+
+
+def scores_the_prompt(server: Server) -> bool:
+    choice = first(text(server, echo=True, logprobs=1, max_tokens=1))
+    begins = choice["text"].startswith(PROMPT) and choice["logprobs"]["token_logprobs"][0] is None
+    return begins and all(one <= 0 for one in choice["logprobs"]["token_logprobs"][1:])
+
+
+def takes_the_bias(server: Server) -> bool:
+    ids = server.ask("/tokenize", {"prompt": "return"})[1]["tokens"][-1:]
+    word = server.ask("/detokenize", {"tokens": ids})[1]["prompt"]
+    return str(first(text(server, logit_bias={str(ids[0]): 100}, max_tokens=3))["text"]).count(word.strip()) == 3
+
+
+def takes_all_prompts(server: Server) -> bool:
+    ids = server.ask("/tokenize", {"prompt": PROMPT})[1]["tokens"]
+    alone = first(text(server))["text"]
+    forms: list[object] = [[PROMPT, PROMPT], ids, [ids, ids]]
+    return all({one["text"] for one in text(server, prompt=form)["choices"]} == {alone} for form in forms)
+
+
+def refuses_wrong_prompts(server: Server) -> bool:
+    wrong: list[object] = [[], [[]], 5, {"a": 1}, [-1], [10**9], ["x", 5], None]
+    return {server.ask(TEXTS, {"prompt": prompt})[0] for prompt in wrong} == {400}
+
+
+def stops_before(server: Server) -> bool:
+    whole = first(text(server, max_tokens=40))["text"]
+    stop = whole[12:15]
+    found = first(text(server, max_tokens=40, stop=[stop]))
+    return bool(found["finish_reason"] == "stop" and found["text"] == whole[: whole.index(stop)])
+
+
+def chats_in_one_form(server: Server) -> bool:
+    whole = chat(server)
+    message = first(whole)["message"]
+    used = whole["usage"]
+    total = used["prompt_tokens"] + used["completion_tokens"] == used["total_tokens"]
+    return bool(message["role"] == "assistant" and first(whole)["finish_reason"] == "length" and total)
+
+
+def streams_chats(server: Server) -> bool:
+    events = server.stream(CHATS, messages=MESSAGES, max_tokens=8, temperature=0)
+    deltas = [first(event)["delta"] for event in events]
+    begins = deltas[0]["role"] == "assistant" and not any("role" in delta for delta in deltas[1:])
+    return begins and "".join(delta["content"] for delta in deltas) == first(chat(server))["message"]["content"]
+
+
+def has_scores(server: Server, number: int) -> bool:
+    scores = first(chat(server, logprobs=True, top_logprobs=number))["logprobs"]["content"]
+    return len(scores) == 8 and all(len(one["top_logprobs"]) == number and one["bytes"] for one in scores)
+
+
+def has_scores_of_texts(server: Server) -> bool:
+    few, many = (first(text(server, logprobs=number))["logprobs"]["top_logprobs"] for number in (0, 5))
+    are_right = {len(top) for top in few} == {1} and {len(top) for top in many} <= {5, 6}
+    return are_right and status(server, TEXTS, logprobs=99) == 400
+
+
+def refuses_wrong_messages(server: Server) -> bool:
+    wrong: list[object] = [[], [{}], "x", [{"content": "x"}]]
+    return {status(server, CHATS, messages=messages) for messages in wrong} == {400}
+
+
+def has_structures(server: Server) -> bool:
+    need("grammars")
+    texts = [first(chat(server, **more))["message"]["content"]
+             for more in ({"guided_choice": ["yes"]}, {"structured_outputs": {"regex": "ab"}})]  # fmt: skip
+    return texts == ["yes", "ab"]
+
+
+def has_a_schema(server: Server) -> bool:
+    need("grammars")
+    asked = {"type": "json_schema", "json_schema": {"name": "one", "schema": {"const": 1}}}
+    return bool(first(chat(server, response_format=asked))["message"]["content"] == "1")
+
+
+def counts_with_requests(server: Server) -> bool:
+    found = {name: server.ask(f"/{name}")[0] for name in ("health", "metrics", "v1/models", "v1/models/tiny")}
+    return {*found.values()} == {200} and server.ask("/v1/models/other")[0] == 404
+
+
+HOLDS: dict[tuple[str, str], Check] = {
+    ("vLLM, completions", "a streamed text is the whole one"): is_streamed,
+    ("vLLM, completions", "`n` texts streamed at once, by `index`"): are_two_streamed,
+    ("vLLM, completions", "usage at the end of a stream, in every event, or never"): has_usage_when_asked,
+    ("vLLM, completions", "one seed, one text"): lambda server: len(
+        {first(text(server, seed=4, temperature=1))["text"] for _ in range(2)}
+    ) == 1,
+    ("vLLM, completions", "`logit_bias` of 100 decides"): takes_the_bias,
+    ("vLLM, completions", "`logprobs=0` and `5`, and an error beyond the most"): has_scores_of_texts,
+    ("vLLM, `text_offset`", "each token stands at its offset"): has_offsets,
+    ("vLLM, completions", "`echo` with the prompt's log-probabilities"): scores_the_prompt,
+    ("vLLM, prompt validation", "texts, token ids, and lists of them"): takes_all_prompts,
+    ("vLLM, prompt validation", "empty lists, mixed lists and ids beyond the vocabulary get status 400"):
+        refuses_wrong_prompts,
+    ("vLLM, prompt validation", "more tokens than the context get status 400"): lambda server: (
+        status(server, TEXTS, max_tokens=10**6) == 400
+    ),
+    ("vLLM, chats", "`top_logprobs` of 0, 5, and too many"): lambda server: (
+        has_scores(server, 0) and has_scores(server, 5) and status(server, CHATS, logprobs=True, top_logprobs=99) == 400
+    ),
+    ("vLLM, chats", "`top_logprobs` without `logprobs` gets status 400"): lambda server: (
+        status(server, CHATS, top_logprobs=1) == 400
+    ),
+    ("vLLM, chats", "`guided_choice` and `structured_outputs` decide the text"): has_structures,
+    ("vLLM, chats", "no messages, or messages without a role, get status 400"): refuses_wrong_messages,
+    ("llama.cpp", "a chat has role, reason and usage"): chats_in_one_form,
+    ("llama.cpp", "a stream begins with the role, once"): streams_chats,
+    ("llama.cpp", "`stop` ends the text before it"): stops_before,
+    ("llama.cpp", "several choices for `n`"): lambda server: len(chat(server, n=3, temperature=1)["choices"]) == 3,
+    ("llama.cpp", "`response_format` with a schema"): has_a_schema,
+    ("llama.cpp", "health, metrics and models"): counts_with_requests,
+}  # fmt: skip
+REFUSED: dict[tuple[str, str], tuple[str, dict[str, Any]]] = {
+    ("vLLM, completions", "`prompt_logprobs`"): (TEXTS, {"prompt_logprobs": 1}),
+    ("vLLM, completions", "`allowed_token_ids`"): (TEXTS, {"allowed_token_ids": [1]}),
+    ("vLLM, completions", "`use_beam_search`"): (TEXTS, {"use_beam_search": True}),
+    ("vLLM, completions", "`best_of` above 1"): (TEXTS, {"best_of": 2}),
+    ("vLLM, completions", "`suffix`"): (TEXTS, {"suffix": "x"}),
+    ("vLLM, chats", "`echo`"): (CHATS, {"echo": True}),
+    ("vLLM, chats", "`documents`"): (CHATS, {"documents": [{}]}),
+    ("llama.cpp", "`grammar`, as GBNF"): (CHATS, {"grammar": 'root ::= "a"'}),
+    ("llama.cpp", "`cache_prompt`"): (TEXTS, {"cache_prompt": True}),
+    ("llama.cpp", "`mirostat`"): (TEXTS, {"mirostat": 1}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", list(HOLDS), ids=" ".join)
+def test_a_case_holds(server: Server, case: tuple[str, str]) -> None:
+    assert HOLDS[case](server)
+
+
+@pytest.mark.parametrize("case", list(REFUSED), ids=" ".join)
+def test_a_case_is_refused_by_the_name_of_its_field(server: Server, case: tuple[str, str]) -> None:
+    path, more = REFUSED[case]
+    given = {"prompt": PROMPT} if path == TEXTS else {"messages": MESSAGES}
+    code, answer = server.ask(path, given | more)
+    assert (code, answer["error"]["param"]) == (400, next(iter(more)))
+    assert case[1].startswith(f"`{next(iter(more))}`")
+
+
+def test_the_page_has_each_case_and_no_other() -> None:
+    section = PAGE.read_text().partition("## What other suites ask\n")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (.+?) \| (.+) \| (holds|refused) \|$", section, re.MULTILINE)
+    wanted = dict.fromkeys(HOLDS, "holds") | dict.fromkeys(REFUSED, "refused")
+    assert {(suite, name): how for suite, name, how in rows} == wanted
+    assert len(rows) == len(wanted)
