@@ -66,7 +66,7 @@ def _exit_code(words: list[str], num_ranks: int | None) -> int:
         return int(imported(command.run, setting=name)(rest))
     from llama_ssp.run.commands import own_ranks  # noqa: PLC0415 - see main
 
-    return own_ranks.main(_of_run(command, rest) if command.task else rest, num_ranks=num_ranks)
+    return own_ranks.main(of_task(command, rest) if command.task else rest, num_ranks=num_ranks)
 
 
 def _unknown_command(words: Sequence[str], known: Sequence[str]) -> str:
@@ -81,7 +81,7 @@ def _unknown_command(words: Sequence[str], known: Sequence[str]) -> str:
     return unknown_name("command", words[0], known)
 
 
-def _of_run(command: "Command", words: list[str]) -> list[str]:
+def of_task(command: "Command", words: list[str]) -> list[str]:
     """Return the words of `run` that do what the command of a task says."""
     task = command.task
     if {"--help", "-h"} & {*words}:

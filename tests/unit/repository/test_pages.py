@@ -22,6 +22,7 @@ from llama_ssp import manifest
 from llama_ssp import plan as load_plan
 from llama_ssp.run.commands import plan
 from llama_ssp.run.commands.own_ranks import read_start
+from llama_ssp.run.commands.program import of_task
 from llama_ssp.run.commands.run import read_options
 from llama_ssp.settings.commands import COMMANDS
 from llama_ssp.settings.compose import compose, to_run_config
@@ -82,8 +83,9 @@ def lines(text: str | None = None) -> list[list[str]]:
 
 def launches() -> list[str]:
     """What follows launch/run.py, or the batch job that starts it, in every such command that needs no missing room."""
+    of_tasks = {command.task: command for command in COMMANDS.all().values() if command.task}
     found = [
-        f"task={task} {match['words']}" if (task := match["task"]) else match["words"]
+        shlex.join(of_task(of_tasks[task], shlex.split(match["words"]))) if (task := match["task"]) else match["words"]
         for line in lines() for command in line if (match := LAUNCH.fullmatch(command))
     ]  # fmt: skip
     return [words for words in dict.fromkeys(found) if not any(map(_is_of_missing_room, words.split()))]
