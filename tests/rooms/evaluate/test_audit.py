@@ -31,7 +31,7 @@ OF_PROXY: dict[str, tuple[Fault, str]] = {
 }
 """Faults, and the check that finds each; the others of a processor are those that need few tokens."""
 ROUNDED: list[dict[str, Any]] = [{"dtype": "bf16"}, {"quantization": "int8_weight_only"}]
-WHOLE, ALWAYS = dict(asking.PROCESSORS), 3
+WHOLE, ALWAYS = dict(asking.PROCESSORS), 1
 """The first of them run always, and the others with --heavy."""
 
 
@@ -72,6 +72,7 @@ def of_size(fault: str, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
     return ("tokens=6000", "max_new_tokens=48") if OF_PROXY[fault][1] == "law" else ()
 
 
+@pytest.mark.heavy
 def test_the_law_of_our_own_server_holds(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Alone, the most probable false alarm has a probability of 0.001."""
     monkeypatch.setattr(asking, "PROCESSORS", WHOLE)
@@ -144,6 +145,7 @@ def test_a_lost_connection_loses_and_repeats_nothing(server: Server, tmp_path: P
     assert repeated >= num_asked_again > 0
 
 
+@pytest.mark.heavy
 def test_an_audit_goes_on_where_it_was_stopped(server: Server, tmp_path: Path) -> None:
     with proxy(server) as (url, asked):
         audit(url, tmp_path / "whole").well()

@@ -56,7 +56,7 @@ def test_a_mistake_is_answered_with_what_there_is(words: str, sentence: str) -> 
     ("words", "sentence"),
     [
         (["eval", "13B"], "'eval' is no command: write llama-ssp run task=evaluate suite=arithmetic model=13B"),
-        (["run", "--help", "exit"], "1 a rank was lost, logits became NaN, an audit found a fault, an evaluation with"),
+        (["run", "--help", "exit"], "1 a rank was lost, an audit found a fault, an evaluation with gate=true failed,"),
     ],
 )
 def test_the_program_names_it_where_it_is_asked_for_and_where_it_fails(words: list[str], sentence: str) -> None:
