@@ -32,10 +32,8 @@ _NAMES = {
 }  # fmt: skip
 _ENTRIES = (("model.", "model"), ("draft.", "draft"), ("hardware.", "hardware.name"), ("task.", "task"))
 """Groups whose entries fix several settings, and the settings that name the entry."""
-_DESCRIPTION = re.compile(
-    r"hardware\.|(draft\.)?model\.(hub_id|revision|shipped|stored_dtype|gpu_dtype|default_draft|chat|gated|shape\b)"
-)
-"""Fields of an entry that describe it and that no sweep varies."""
+_DESCRIPTION = re.compile(r"hardware\.|(draft\.)?model\.(?!(name|path|adapter|dtype|quantization|cache_dtype)$)")
+"""Fields of an entry that describe it: all but the ones that a sweep varies."""
 _LONGEST_TEXT = 40
 
 

@@ -157,6 +157,8 @@ def test_values_of_one_kind_are_distinguished() -> None:
         ("model", "model=7B draft=tinyllama_1B", "model=13B draft=tinyllama_1B"),
         ("model.quantization", "model=7B draft=tinyllama_1B", "model=7B draft=tinyllama_1B model.quantization=int8"),
         ("draft", "model=tiny draft=tiny-draft", "model=tiny draft=none"),
+        ("draft", "model=tiny draft=tiny-draft", "model=tiny draft=tiny-eagle"),
+        ("draft", "model=llama3_8B draft=llama3_1B", "model=llama3_8B draft=eagle3_llama3_8B"),
     ],
 )
 def test_what_follows_from_the_name_of_an_entry_is_left_out(key: str, first: str, second: str) -> None:
