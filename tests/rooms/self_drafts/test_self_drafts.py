@@ -230,6 +230,7 @@ BAD = {
     "draft.layers=2 draft.sinks=3": "draft.sinks has no effect without draft.window",
     "draft.layers=2 model=mixtral_8x7B": "layers are like Llama's",
     "draft.layers=2 speculation.overlap=true": "overlap",
+    "draft.window=9 speculation.tree=wide": "'wide' is not the shape of a tree",
     "draft.layers=2 task=acceptance task.store=true": "keeps no pair of draft=self",
 }
 
