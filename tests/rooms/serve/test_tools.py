@@ -119,6 +119,7 @@ TEXTS = {
     "an unknown tool": '<tool_call>{"name": "other", "arguments": {}}</tool_call> so',
     "no arguments": '{"name": "weather"}', "no object": "[TOOL_CALLS][1, 2]", "a list": "[1] and {",
     "arguments that are a list": '{"name": "weather", "parameters": [1]}', "white space": " \n",
+    "a number that JSON lacks": '<tool_call>{"name": "weather", "arguments": {"city": NaN}}</tool_call>',
     "more": '{"a": 1} then',
 }  # fmt: skip
 
@@ -264,6 +265,18 @@ def test_a_mark_that_is_a_special_token_is_seen_though_it_has_no_text(monkeypatc
         assert (shown.strip(), call.name, call.arguments) == ("I see", "weather", '{"city": "Rom"}')
 
 
+def test_calls_between_special_tokens_are_all_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    marks = [AddedToken(text, special=True) for text in ("<tool_call>", "</tool_call>")]
+    with load("tiny") as pair:
+        pair.tokenizer.add_special_tokens({"additional_special_tokens": marks})
+        monkeypatch.setattr(pair.tokenizer, "chat_template", template_of("hermes"))
+        calls = [f"<tool_call>\n{written('hermes', 'weather', city=city)}\n</tool_call>" for city in ("Rom", "Bonn")]
+        whole, streamed = answer_to(pair, "\n".join(calls), asked={"tools": [WEATHER]}, step=1)
+    found = [json.loads(call["function"]["arguments"]) for call in whole["message"]["tool_calls"]]
+    assert (found, whole["message"]["content"]) == ([{"city": "Rom"}, {"city": "Bonn"}], None)
+    assert streamed["tool_calls"] == whole["message"]["tool_calls"]
+
+
 @pytest.mark.parametrize(
     ("asked", "param"),
     [
@@ -271,6 +284,7 @@ def test_a_mark_that_is_a_special_token_is_seen_though_it_has_no_text(monkeypatc
         ({"tools": [function("a b")]}, "tools"), ({"tools": [WEATHER, WEATHER]}, "tools"),
         ({"tools": [function(f"a{n}") for n in range(129)]}, "tools"), ({"tools": [function("a\ud800")]}, "tools"),
         ({"tools": [{"type": "function", "function": {"name": "a", "parameters": []}}]}, "tools"),
+        ({"tools": [function("a", {"type": "string"})]}, "tools"),
         ({"tools": [function("a", {"not": {}}, strict=True)]}, "tools"), ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": [WEATHER], "tool_choice": "any"}, "tool_choice"),
         ({"tools": [WEATHER], "tool_choice": 3}, "tool_choice"),
