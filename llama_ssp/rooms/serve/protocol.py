@@ -120,7 +120,7 @@ class Asked:
         if self._shows_lengths and answer.last:
             choice["accepted_lengths"] = [*answer.last.accepted_lengths]
         if self._shows_ids:
-            choice |= {"token_ids": answer.token_ids if piece is None else answer.newest_ids}
+            choice |= {"token_ids": answer.token_ids if piece is None else answer.untold_ids()}
             choice |= {"prompt_token_ids": [*answer.prompt_ids]} if piece is None else {}
         return choice
 
@@ -437,12 +437,13 @@ class Answer:
         self._lead = TextAfter(tokenizer, ()).decode(self.prompt_ids) if self._echoes else ""
         self._has_begun, self._newest = False, Part()
         self.token_ids: list[int] = []
+        self._num_told = 0
         self.last: Part | None = None
 
-    @property
-    def newest_ids(self) -> list[int]:
-        """The tokens of its newest part."""
-        return [*self._newest.new_ids]
+    def untold_ids(self) -> list[int]:
+        """The tokens that no piece of it has had yet: a part whose text is held back makes none."""
+        first, self._num_told = self._num_told, len(self.token_ids)
+        return self.token_ids[first:]
 
     @property
     def text(self) -> str:
