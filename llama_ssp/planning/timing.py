@@ -162,7 +162,7 @@ class CostModel:
             drafting = self.spec.first_draft_positions, *self.spec.later_draft_forwards(num_draft_tokens)
             forwards += [(self.draft, number) for number in drafting]
         if self.own_part and num_draft_tokens:
-            forwards += [(self.own_part, 1)] * num_draft_tokens
+            forwards += [(self.own_part, number) for number in self._own_forwards(num_draft_tokens)]
         sent = [(1, message.num_bytes) for message in round_messages(self.spec, num_draft_tokens).values()]
         for placement, number in forwards:
             rows = self._rows_of(placement)
@@ -257,13 +257,20 @@ class CostModel:
         kernels_s = self._kernels_s(terms.num_kernels, 0, 0)
         if self.own_part is None:
             return kernels_s
-        step = forward_time(
-            self.own_part, self.hardware, batch_size=spec.batch_size, num_positions=1, num_scored=1,
-            bucket=terms.seen_slots or self._bucket,
+        forwards_s = sum(
+            forward_time(
+                self.own_part, self.hardware, batch_size=spec.batch_size, num_positions=number, num_scored=number,
+                bucket=terms.seen_slots or self._bucket,
+            ).total_s
+            for number in self._own_forwards(num_draft_tokens)
         )  # fmt: skip
         copied_bytes = spec.batch_size * terms.copied_slots * self.own_part.model.slot_bytes(self.target.most_heads[1])
         copied_s = 2 * copied_bytes / self.hardware.read_bytes_per_s
-        return kernels_s + copied_s + num_draft_tokens * (step.total_s + self.draw_s(self.target))
+        return kernels_s + copied_s + forwards_s + num_draft_tokens * self.draw_s(self.target)
+
+    def _own_forwards(self, num_draft_tokens: int) -> tuple[int, ...]:
+        """Positions per row in the forwards of the target's own layers that draft a round."""
+        return 1, *self.spec.later_draft_forwards(num_draft_tokens)
 
     @cached_property
     def _draft_steps_s(self) -> tuple[float, float]:
