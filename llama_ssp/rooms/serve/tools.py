@@ -16,10 +16,12 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
+from llama_ssp.architectures.model_files import is_deep
 from llama_ssp.rooms.serve.inbox import RequestError
 from llama_ssp.speculate.engine.text import IncrementalText, Piece
 
-MOST_TOOLS = 128
+MOST_TOOLS, MOST_DEPTH = 128, 256
+"""Tools of a request, and objects and lists that may stand inside each other."""
 _NAME, _CHOICES, _ID_LENGTH = re.compile(r"[A-Za-z0-9_-]{1,64}"), ("auto", "none", "required"), 9
 _SPACING = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
 """Arguments stand as templates write them."""
@@ -212,7 +214,7 @@ def _read_calls(calls: Any, number: int, tokenizer: PreTrainedTokenizerBase) -> 
 
 def _object(given: object) -> dict[str, Any]:
     found = json.loads(given) if isinstance(given, str) else given
-    if not isinstance(found, dict):
+    if not isinstance(found, dict) or is_deep(found, MOST_DEPTH):
         raise TypeError
     return found
 

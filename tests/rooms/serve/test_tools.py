@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from functools import reduce
 from typing import Any
 
 import pytest
@@ -277,6 +278,10 @@ def test_calls_between_special_tokens_are_all_seen(monkeypatch: pytest.MonkeyPat
     assert streamed["tool_calls"] == whole["message"]["tool_calls"]
 
 
+DEEP = reduce(lambda inner, _: {"a": inner}, range(300), {})
+DEEP_CALL = {"id": "a", "function": {"name": "weather", "arguments": '{"a":' * 300 + "1" + "}" * 300}}
+
+
 @pytest.mark.parametrize(
     ("asked", "param"),
     [
@@ -284,7 +289,7 @@ def test_calls_between_special_tokens_are_all_seen(monkeypatch: pytest.MonkeyPat
         ({"tools": [function("a b")]}, "tools"), ({"tools": [WEATHER, WEATHER]}, "tools"),
         ({"tools": [function(f"a{n}") for n in range(129)]}, "tools"), ({"tools": [function("a\ud800")]}, "tools"),
         ({"tools": [{"type": "function", "function": {"name": "a", "parameters": []}}]}, "tools"),
-        ({"tools": [function("a", {"type": "string"})]}, "tools"),
+        ({"tools": [function("a", {"type": "string"})]}, "tools"), ({"tools": [function("a", DEEP)]}, None),
         ({"tools": [function("a", {"not": {}}, strict=True)]}, "tools"), ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": [WEATHER], "tool_choice": "any"}, "tool_choice"),
         ({"tools": [WEATHER], "tool_choice": 3}, "tool_choice"),
@@ -294,8 +299,9 @@ def test_calls_between_special_tokens_are_all_seen(monkeypatch: pytest.MonkeyPat
         ({"tools": [WEATHER], "guided_regex": "a"}, "tools"), ({"functions": [{"name": "a"}]}, "functions"),
         ({"messages": [{"role": "assistant", "tool_calls": [{"id": "a"}]}, CHAT["messages"][0]]}, "messages"),
         ({"messages": [{"role": "user", "tool_calls": [1]}, CHAT["messages"][0]]}, "messages"),
+        ({"messages": [{"role": "assistant", "tool_calls": [DEEP_CALL]}, CHAT["messages"][0]]}, "messages"),
     ],
-    ids=str,
+    ids=lambda value: str(value)[:99],
 )  # fmt: skip
 def test_what_cannot_be_called_is_refused_by_a_field(
     served: Pair, monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any], param: str
@@ -304,6 +310,22 @@ def test_what_cannot_be_called_is_refused_by_a_field(
     with pytest.raises(RequestError) as error:
         reader_of(served).read(CHAT | asked, is_chat=True)
     assert error.value.param == param, error.value.message
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [({"chat_template_kwargs": 1}, "chat_template_kwargs must be an object"), ({"tools": DEEP}, "inside each other"),
+     ({"chat_template_kwargs": None, "tools": None}, None)],
+)  # fmt: skip
+def test_a_body_whose_tokens_are_counted_is_checked_as_others(
+    served: Pair, monkeypatch: pytest.MonkeyPatch, more: dict[str, Any], said: str | None
+) -> None:
+    monkeypatch.setattr(served.tokenizer, "chat_template", template_of("hermes"))
+    if said is None:
+        assert reader_of(served).tokenize(CHAT | more)
+    else:
+        with pytest.raises(RequestError, match=said):
+            reader_of(served).tokenize(CHAT | more)
 
 
 @pytest.mark.parametrize(
