@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.cache_utils import DynamicCache
 
+from llama_ssp import load
 from llama_ssp.errors import ConfigError
 from llama_ssp.models.cache import StaticCache
 from llama_ssp.models.llama.decoder import LeanRunner
@@ -208,6 +209,11 @@ def test_the_small_cache_has_the_slots_that_a_plan_counts(name: str, folder: Pat
     slots, layers = (draft.window or 0) + draft.sinks if draft.window else 0, len(chosen_layers(draft, 4))
     value_bytes = 4 * 2 * 4 * (SIZES["hidden_size"] // SIZES["num_attention_heads"])
     assert held == (3 * (slots + NUM_DRAFTED + 1) * layers * value_bytes if slots else 0)
+
+
+def test_the_library_which_has_no_setting_of_layers_names_it_as_no_draft() -> None:
+    with pytest.raises(ConfigError, match="unknown draft 'self'"):
+        load("tiny", "self")
 
 
 def test_a_rank_without_the_target_is_refused() -> None:
