@@ -59,10 +59,7 @@ def _problems(config: RunConfig) -> Iterator[str | NoEffect]:
     if backend_of(config.placement.target.kind).by_library:
         kind = said("placement.target.kind", config.placement.target.kind)
         yield f"draft=self needs placement.target.kind=tensor, and {kind} was given"
-    try:
-        steps = config.most_draft_tokens
-    except ValueError:  # the core names a shape that is no tree's
-        steps = 0
+    steps = config.most_draft_tokens
     if draft.window is not None and 1 <= draft.window <= steps:
         yield f"{said('draft.window', draft.window)} is less than K + 1, here {steps + 1}: give a wider window"
     if draft.window is None:
