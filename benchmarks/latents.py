@@ -5,9 +5,10 @@ python -m benchmarks.latents
 
 from statistics import median
 from time import perf_counter
+from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, DeepseekV3Config
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from llama_ssp.models.huggingface.latents import use_latents
 from llama_ssp.models.huggingface.runner import ModuleRunner
@@ -20,7 +21,8 @@ _NUM_STEPS = 25
 
 def main() -> None:
     """Print milliseconds of a step by attention and length, and the ratio of the lengths."""
-    config = DeepseekV3Config(
+    kind: Any = CONFIG_MAPPING["deepseek_v3"]
+    config = kind(
         vocab_size=200, hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=32,
         num_key_value_heads=32, kv_lora_rank=64, q_lora_rank=96, qk_rope_head_dim=16, qk_nope_head_dim=32,
         v_head_dim=32, head_dim=16, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=48, n_group=1,
