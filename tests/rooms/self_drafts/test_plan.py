@@ -17,7 +17,7 @@ H100 = hardware.load("h100")
 SPEC: dict[str, Any] = {"batch_size": 8, "prompt_tokens": 8000, "max_new_tokens": 100, "num_draft_tokens": 3}
 
 
-def costs(tree: str | None = None, **draft: Any) -> CostModel:
+def costs(tree: str | None = None, /, **draft: Any) -> CostModel:
     settings, shape = SelfConfig(kind="self", **draft), tree_shape(tree) if tree else None
     spec = SPEC | ({"num_draft_tokens": shape.num_nodes, "tree": shape} if shape else {})
     return CostModel(make_spec("7B", free_draft="self", free_settings=settings, **spec), H100)

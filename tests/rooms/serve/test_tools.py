@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterator
-from functools import reduce
 from typing import Any
 
 import pytest
@@ -278,7 +277,7 @@ def test_calls_between_special_tokens_are_all_seen(monkeypatch: pytest.MonkeyPat
     assert streamed["tool_calls"] == whole["message"]["tool_calls"]
 
 
-DEEP = reduce(lambda inner, _: {"a": inner}, range(300), {})
+DEEP: dict[str, Any] = json.loads('{"a":' * 300 + "{}" + "}" * 300)
 DEEP_CALL = {"id": "a", "function": {"name": "weather", "arguments": '{"a":' * 300 + "1" + "}" * 300}}
 
 
