@@ -80,7 +80,8 @@ def of_trace(config: RunConfig, folder: str) -> Callable[[PlannedPair], Acceptan
             f"{asked} has no draft={own}: it has {', '.join(trace.drafts)}; read its texts with that one too, "
             f"task=acceptance task.texts={folder}"
         )
-    if drafts(config.draft) and (tree := config.speculation.tree_shape) not in {None, *trace.trees(own).values()}:
+    tree = config.speculation.tree_shape if drafts(config.draft) else None
+    if tree and tree not in trace.trees(own).values():
         known = ", ".join(of_draft.text for of_draft in trace.trees(own).values()) or "chains alone"
         raise ConfigError(
             f"{asked} has no tree {tree.text} of draft={own}: it has {known}; read its texts with that one too, "

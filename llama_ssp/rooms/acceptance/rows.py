@@ -13,9 +13,11 @@ from llama_ssp.rooms.acceptance.trace import PROPOSED, Replay, Trace
 from llama_ssp.words import share
 
 RowKey = tuple[str, str, float, int, str | None]
-Costs = Mapping[str, Mapping[int | str, float]]
-"""Seconds of a round, by draft and K, or by the tree; 0 is a plain step."""
-Auto = Callable[[str, Sequence[Replay], Sequence[Mapping[int | str, float]]], float]
+Costs = Mapping[str, Mapping[int, float]]
+"""Seconds of a round, by draft and K; 0 is a plain step."""
+CostsOfTrees = Mapping[tuple[str, str], float]
+"""Seconds of a round, by draft and tree."""
+Auto = Callable[[str, Sequence[Replay], Sequence[Mapping[int, float]]], float]
 """Seconds of K = auto for the first NUM_SIMULATED texts of replays of a draft, and of copies in its place."""
 Decode = Callable[[list[int]], str]
 NUM_SIMULATED, COPIES = 256, "ngram"
@@ -202,9 +204,10 @@ def _lost(trace: Trace, row: AcceptanceRow, law: int, decode: Decode) -> list[Lo
 
 
 def rows_of(
-    trace: Trace, costs: Costs, *, auto: Auto | None = None, decode: Decode | None = None
-) -> Iterator[AcceptanceRow]:
-    """The rows of a trace, K from 1 to its longest; without the costs of a draft a round costs 1.
+    trace: Trace, costs: Costs, of_trees: CostsOfTrees | None = None, *, auto: Auto | None = None,
+    decode: Decode | None = None,
+) -> Iterator[AcceptanceRow]:  # fmt: skip
+    """The rows of a trace, K from 1 to its longest, and trees; without the costs of a draft a round costs 1.
 
     `auto` says the seconds of the shipped K = auto, and `decode` the text of tokens; without them rows lack both.
     """
@@ -218,7 +221,7 @@ def rows_of(
                 *chain.from_iterable(
                     _rows(trace, costs, auto, law=law, draft=draft, rule=rule) for rule in trace.rules(draft, law)
                 ),
-                *_rows_of_trees(trace, costs.get(draft, {}), law=law, draft=draft),
+                *_rows_of_trees(trace, of_trees or {}, law=law, draft=draft),
             )
         ]
         fastest = max(row.share_of_best for row in found)
@@ -249,13 +252,11 @@ def _rows(trace: Trace, costs: Costs, auto: Auto | None, *, law: int, draft: str
         yield replace(row, num_draft_tokens=number, headroom=headroom, with_copies=with_copies)
 
 
-def _rows_of_trees(
-    trace: Trace, costs: Mapping[int | str, float], *, law: int, draft: str
-) -> Iterator[AcceptanceRow]:  # fmt: skip
+def _rows_of_trees(trace: Trace, costs: CostsOfTrees, *, law: int, draft: str) -> Iterator[AcceptanceRow]:
     """The same of the trees of one draft and law, which all rules verify alike."""
     for name, tree in trace.trees(draft).items():
         replay, rule = trace.replay_tree(name, law), trace.rules(draft, law)[0]
-        row = _row(trace, replay, tree.depth, costs.get(tree.text, 1.0), law=law, draft=draft, rule=rule)
+        row = _row(trace, replay, tree.depth, costs.get((draft, tree.text), 1.0), law=law, draft=draft, rule=rule)
         yield replace(row, num_draft_tokens=tree.num_nodes, tree=tree.text)
 
 

@@ -295,31 +295,28 @@ def _answer(session: Session, configs: Sequence[RunConfig], sources: Mapping[str
             file.parent.mkdir(parents=True, exist_ok=True)
         _write(file, trace.to_bytes())
         session.terminal.say(f"stored in {file}: plans of {config.model.name} with {name} now take it")
-    costs: dict[str, dict[int | str, float]] = {}
-    lengths = {}
+    costs, of_trees, lengths = {}, {}, {}
     if plan := session.plan:
         for name, draft in drafts_of(config).items():
             chains = with_number_formats(in_rounds(configs[0], draft), (session.models.sources[0], sources[name]))
             longest = trace.most_drafted(name) or task.longest
             costs[name] = costs_of(CostModel(_spec_of(session, chains), plan.hardware), longest)
             for tree in trace.trees(name).values():
-                model = CostModel(_spec_of(session, in_rounds(chains, draft, tree.text)), plan.hardware)
-                costs[name][tree.text] = model.drafting_s(tree.num_nodes) + model.verify_s(tree.num_nodes)
+                model = CostModel(_spec_of(session, in_rounds(chains, chains.draft, tree.text)), plan.hardware)
+                of_trees[name, tree.text] = model.drafting_s(tree.num_nodes) + model.verify_s(tree.num_nodes)
             lengths[name] = adaptive_lengths(draft.model.shape if draft.model else None)
     finished = {row.key for row in folder.results}
     decode = TextAfter(session.models.tokenizer, (), names_special=True).decode
-    for row in rows_of(
-        trace, costs, decode=decode, auto=partial(auto_seconds, lengths=lengths, num_texts=NUM_SIMULATED)
-    ):
+    auto = partial(auto_seconds, lengths=lengths, num_texts=NUM_SIMULATED)
+    for row in rows_of(trace, costs, of_trees, decode=decode, auto=auto):
         if row.key not in finished:
             folder.append_result(row)
 
 
-def costs_of(model: CostModel, longest: int) -> dict[int | str, float]:
+def costs_of(model: CostModel, longest: int) -> dict[int, float]:
     """Seconds of a plain step, 0, and of rounds by K."""
-    return {0: model.plain_s()} | {
-        number: model.drafting_s(number) + model.verify_s(number) for number in range(1, longest + 1)
-    }
+    rounds = {number: model.drafting_s(number) + model.verify_s(number) for number in range(1, longest + 1)}
+    return {0: model.plain_s()} | rounds
 
 
 def check_likely(trace: Trace, law: int, *, asked: str) -> None:

@@ -71,7 +71,7 @@ def log_steps(places: Sequence[Place], widths: Sequence[int], generator: torch.G
         return (weights_XA / torch.empty_like(weights_XA).exponential_(generator=generator)).argmax(1, keepdim=True)
 
     num_courses = NUM_COURSES if max(widths) > 1 else 1
-    reach_XD = sum(reach_along(places, widths, pick) for _ in range(num_courses)) / num_courses
+    reach_XD = torch.stack([reach_along(places, widths, pick) for _ in range(num_courses)]).mean(0)
     before_XD = torch.cat([torch.ones_like(reach_XD[:, :1]), reach_XD[:, :-1]], dim=1)
     return (reach_XD / before_XD).nan_to_num_(0.0).clamp_max_(1.0).log_()
 

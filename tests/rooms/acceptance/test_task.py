@@ -95,7 +95,7 @@ def test_the_rounds_of_trees_are_those_that_their_trace_expects(
 ) -> None:
     """A false alarm at 4 standard deviations is 1 in 16,000; a chain of that depth has other rounds."""
     words = (f"draft={draft}", f"speculation.tree={tree}", f"sampling.temperature={temperature}", "num_samples=8")
-    ended, trace = read(tmp_path, *words, "max_new_tokens=48")
+    ended, trace = read(tmp_path, *words, "max_new_tokens=32")
     depth = len(tree.split("x"))
     measured, mean, deviation = rounds_and_forecast(ended, trace, draft, f"tree={tree}", depth)
     assert abs(measured - mean) < 4 * deviation
