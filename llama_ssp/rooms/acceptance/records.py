@@ -14,7 +14,7 @@ from llama_ssp.groups import MoreSettings
 from llama_ssp.planning.spec import KnownPairs
 from llama_ssp.settings.combinations import clashes
 from llama_ssp.settings.constraints import constraint_asked
-from llama_ssp.settings.drafters import DRAFTERS, draft_name, drafter_of, drafts, free_drafts, of_kind
+from llama_ssp.settings.drafters import DRAFTERS, cache_of, draft_name, drafter_of, drafts, free_drafts, of_kind
 from llama_ssp.settings.schema import (
     MODEL_DRAFT,
     DrafterConfig,
@@ -156,6 +156,8 @@ def _unreadable(config: RunConfig) -> Iterator[str]:
     """Settings of texts or of rounds that no reading knows."""
     if asked := constraint_asked(config.sampling):
         yield f"task=acceptance reads texts without a {asked.name}: leave it out of sampling"
+    if cache := cache_of(config.draft):
+        yield f"task=acceptance reads drafts that see the whole text: leave draft.{cache.name} out"
     if config.speculation.overlap:
         yield "task=acceptance reads rounds one after the other: leave speculation.overlap out"
 

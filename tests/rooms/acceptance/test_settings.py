@@ -15,6 +15,7 @@ BAD = {
     "task=acceptance task.temperatures=[0.5,0.5]": "has one twice",
     "task=acceptance task.temperatures=[0.5] sampling.temperature=1": "sampling.temperature has no effect with",
     "task=acceptance speculation.overlap=true placement=own_gpu": "one after the other: leave speculation.overlap out",
+    "task=acceptance draft.window=9": "reads drafts that see the whole text: leave draft.window out",
     "task=acceptance task.trees=[2x2,2x]": "task.trees=['2x2', '2x']: '2x' is not the shape of a tree",
     "task=acceptance task.drafts=[tiny-draft,ngram] task.trees=[dynamic]": "and draft=ngram has none: give",
     "task=acceptance task.trees=[2x1] sampling.repetition_penalty=1.2": "task.trees=2x1 needs sampling without penalt",
