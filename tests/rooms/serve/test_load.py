@@ -19,6 +19,7 @@ def test_nothing_is_lost_under_load_and_no_text_is_wrong() -> None:
         report = load(server.port, bodies, texts, num_clients=NUM_CLIENTS, seconds=SECONDS)
         wait_for(lambda: server.inbox.is_empty)
         assert report.wrong == []
+        assert load(server.port, bodies[:1], ["another"], num_clients=1, seconds=1).wrong, "a wrong text is seen"
         assert len(report.whole_s) >= NUM_CLIENTS
         assert report.first_s
         assert "llama_ssp_running 0.0" in server.ask("/metrics")[1]
