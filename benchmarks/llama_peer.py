@@ -1,6 +1,6 @@
 """llama.cpp's own server, of the package xllamacpp.
 
-    python -m benchmarks.llama_server FILE PORT ROWS SLOTS THREADS
+    python -m benchmarks.llama_peer FILE PORT ROWS SLOTS THREADS
 
 Runs in an interpreter that has that package, which LLAMA_SSP_LLAMA_PYTHON names, until its input ends.
 """
