@@ -36,7 +36,11 @@ PROCESSORS = {
     "presence_penalty": 2.0,
 }  # fmt: skip
 """Settings that are asked for one at a time, besides biases and the end of a text."""
-_EXTRAS: dict[str, Any] = {"return_token_ids": True, "return_tokens_as_token_ids": True, "logprobs": 20}
+_EXTRAS: dict[str, Any] = {
+    "return_token_ids": True, "return_tokens_as_token_ids": True, "logprobs": 20, "top_k": -1, "top_p": 1.0,
+    "min_p": 0.0,
+}  # fmt: skip
+"""Fields of all requests, as far as the server takes them: some servers truncate unless told otherwise."""
 _FEWER_LOGPROBS = 5
 
 
@@ -111,7 +115,7 @@ class Asker:
         prompt = [*request.prompt_ids] if self._facts.takes_ids else request.prompt
         body = {
             "model": self._facts.name, "prompt": prompt, "max_tokens": num, "temperature": sampling.temperature,
-            "seed": seed % (1 << 31), **wanted, **extras, **more,
+            "seed": seed % (1 << 31), **extras, **wanted, **more,
         }  # fmt: skip
         return Ask(key, body)
 
