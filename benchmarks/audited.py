@@ -36,13 +36,15 @@ class _RefusedError(Exception):
 
 def _fields(body: Body, known: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of a request; raises _RefusedError for others than `known`."""
-    unknown = [name for name, value in body.items() if name not in _PLAIN | known.keys() and value != _NEUTRAL.get(name)]
+    unknown = [
+        name for name, value in body.items() if name not in _PLAIN | known.keys() and value != _NEUTRAL.get(name)
+    ]
     if unknown:
         raise _RefusedError(f"this engine has no {', '.join(unknown)}")
     return {name: body.get(name, off) for name, off in known.items()}
 
 
-def of_transformers(target: Path, draft: Path, **how: Any) -> Complete:  # noqa: ANN401 - as `generate`
+def of_transformers(target: Path, draft: Path, **how: Any) -> Complete:
     """`generate` with `how`, in which `assistant_model` stands for the draft."""
     model, assistant = (
         transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -143,7 +145,10 @@ def main() -> None:
     arguments = parser.parse_args()
     folders = [hub.resolve(catalogue.load(name)) for name in (arguments.target, arguments.draft)]
     complete, tokenizer = ENGINES[arguments.engine](*folders), transformers.AutoTokenizer.from_pretrained(folders[0])
-    length, one_at_a_time = transformers.AutoConfig.from_pretrained(folders[0]).max_position_embeddings, threading.Lock()
+    length, one_at_a_time = (
+        transformers.AutoConfig.from_pretrained(folders[0]).max_position_embeddings,
+        threading.Lock(),
+    )
 
     class Handler(BaseHTTPRequestHandler):
         def log_message(self, *_: object) -> None:

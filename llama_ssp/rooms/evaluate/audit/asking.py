@@ -158,7 +158,9 @@ class Asker:
         number = max(min(MOST_END, MOST_READ // context), 1)
         request = replace(self._requests[0], prompt_ids=tuple(ids))
         return [
-            self._ask(f"{END}/{one}", request, self._config.sampling, num=num, seed=self._config.seed + one)
+            self._ask(
+                f"{END}/{one}", request, self._config.sampling, num=num, seed=self._config.seed + one, scored=True
+            )
             for one in range(number)
         ]
 

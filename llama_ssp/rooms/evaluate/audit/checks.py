@@ -1,8 +1,8 @@
 """The checks of an audit: pure functions of what a server has answered and what the target says of it; without torch.
 
-Rounding of another number format is no fault. With t the largest total variation between the server's probabilities
-and the target's, a law within t moves the expectation of a score at a place by t times the score's range at most: what
-a sum has beyond that is judged.
+Rounding of another number format is no fault. The log-probabilities that a server returns say how far its own law
+moves each sum; with a given total variation t instead, a law within t moves the expectation of a score at a place by t
+times the score's range at most. What a sum has beyond that is judged.
 
 A processor is judged by a test martingale. With p the law that was asked for and r the one without the processor, a
 token has the factor r / ((1 - e) p + e r), whose expectation under p is at most 1, and under a law within t of p at
@@ -47,40 +47,50 @@ class Finding(NamedTuple):
     said: str
 
 
-def judge_sums(check: str, sums: Mapping[str, Sum], variation: float | None, *, least_p: float) -> Finding:
-    """Judge sums of texts, and say what they would have found; `variation` is None if rounding is not known."""
+def judge_sums(check: str, sums: Mapping[str, Sum], rounding: Mapping[str, float] | None, *, least_p: float) -> Finding:
+    """Judge sums of texts, and say what they would have found.
+
+    `rounding` is how far it may have moved each sum, None if not known.
+    """
     varying = {name: one for name, one in sums.items() if one.varies}
     if not varying:
         return Finding(check, UNKNOWN, "no text was long enough")
 
-    def worst_within(most: float) -> tuple[float, str]:
-        return min((one.within(most).p_value, name) for name, one in varying.items())
-
-    p_value, name = worst_within(variation or 0.0)
-    z = varying[name].within(variation or 0.0).z
+    left = _beyond(varying, rounding or {})
+    p_value, name = min((one.p_value, name) for name, one in left.items())
+    z = left[name].z
     said = f"of {len(varying)} sums the worst is {name}, {z:+.1f} standard errors (p = {p_value:.2g}"
     said += f", {'above' if p_value > least_p else 'not above'} {least_p:.2g})"
     if p_value > least_p:
-        return Finding(check, HELD, said + _missed(varying, variation or 0.0, least_p=least_p))
+        return Finding(check, HELD, said + _missed(varying, rounding or {}, least_p=least_p))
     low, high = 0.0, 1.0  # of the total variation that would explain the sums
     for _ in range(_STEPS):
         middle = (low + high) / 2
-        low, high = (middle, high) if worst_within(middle)[0] <= least_p else (low, middle)
+        worst = min(one.beyond(middle * one.range).p_value for one in varying.values())
+        low, high = (middle, high) if worst <= least_p else (low, middle)
     said += f"; a law at a total variation of {high:.3g} could give them"
-    if variation is not None or high > MOST_ROUNDING:
+    if rounding is not None or high > MOST_ROUNDING:
         return Finding(check, FAILED, said)
     return Finding(check, UNKNOWN, f"{said}, below which nothing can be said: give baseline= or task.tolerance=")
 
 
-def _missed(sums: Mapping[str, Sum], variation: float, *, least_p: float) -> str:
+def tolerated(sums: Mapping[str, Sum], variation: float) -> dict[str, float]:
+    """How far a law at this total variation may move each sum."""
+    return {name: variation * one.range for name, one in sums.items()}
+
+
+def _beyond(sums: Mapping[str, Sum], rounding: Mapping[str, float]) -> dict[str, Sum]:
+    return {name: one.beyond(rounding.get(name, 0.0)) for name, one in sums.items()}
+
+
+def _missed(sums: Mapping[str, Sum], rounding: Mapping[str, float], *, least_p: float) -> str:
     """Name the faults that so many tokens might not have shown."""
-    left = {name: one.within(variation) for name, one in sums.items()}
-    found = powers([*left.values()], least_p=least_p)
+    found = powers([*_beyond(sums, rounding).values()], least_p=least_p)
     chances = {fault: found.get(fault, 0.0) for fault in moves(sums.values())}
-    surprise = left.get("surprise")
+    surprise = sums.get("surprise")
     if surprise:  # of an exponential family: the derivative of its mean is its variance
-        shift = max(_COOLER / (1 - _COOLER) * surprise.variance - variation * surprise.range, 0.0)
-        moved = replace(surprise, shifts=(shift,))
+        moved = replace(surprise, shifts=(_COOLER / (1 - _COOLER) * surprise.variance,))
+        moved = moved.beyond(rounding.get("surprise", 0.0))
         chances[f"temperature x {1 - _COOLER:g}"] = moved.power(0, least_p=least_p)
     missed = [f"{fault} ({chance:.2f})" for fault, chance in chances.items() if chance < LEAST_POWER]
     sure = [fault for fault, chance in chances.items() if chance >= LEAST_POWER]
