@@ -63,8 +63,9 @@ def of_transformers(target: Path, draft: Path, **how: Any) -> Complete:
         temperature = body.get("temperature", 1.0)
         settings |= {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
         torch.manual_seed(body.get("seed") or 0)
-        found = model.generate(
-            torch.tensor([ids]), max_new_tokens=body["max_tokens"], return_dict_in_generate=True,
+        prompt = torch.tensor([ids])
+        found = model.generate(  # a mask of its own leaves out tokens that are those of padding
+            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=body["max_tokens"], return_dict_in_generate=True,
             output_logits=bool(body.get("logprobs")), pad_token_id=0, **settings, **how,
         )  # fmt: skip
         logits = torch.cat(found.logits) if found.logits else None

@@ -33,7 +33,8 @@ _OTHER_MODEL = 1.0
 """Nats of each token by which texts of another model are more improbable than the target's own."""
 _OF_OTHER, _OF_OTHER_ROUNDED, _SAME, _MOST_EXPONENT = 0.02, 0.5, 1e-4, 500.0
 """e, and where the laws differ by rounding; total variation of the same number format."""
-_COOLER = 0.1
+_COOLER, _MOST_FAR = 0.1, 0.01
+"""A temperature that is x 0.9, and the share of places where rounding may be larger than MOST_ROUNDING."""
 _MOST_SLOPE, _NUM_ERRORS, _LEAST_PLACES = 0.02, 5.0, 50
 _STEPS = 40
 _END = -1
@@ -174,7 +175,9 @@ def judge_log_probs(pairs: Sequence[tuple[Scored, TokenLogprob]]) -> tuple[Findi
     said += f"; those of the texts' tokens differ by {median(own_apart):.2g} nats (median)"
     if abs(slope - 1) > max(_MOST_SLOPE, _NUM_ERRORS * error):
         return Finding(check, FAILED, f"{said}: they are those of temperature {1 / slope if slope else 0:.2f}"), None
-    if median(own_apart) > MOST_ROUNDING or median(distances) > MOST_ROUNDING:
+    far = sum(one > MOST_ROUNDING for one in distances)
+    if far > _MOST_FAR * len(pairs) or median(own_apart) > MOST_ROUNDING:
+        said += f", and {far} places are above {MOST_ROUNDING}"
         return Finding(check, FAILED, f"{said}: they are not the target's"), None
     return Finding(check, HELD, said), largest
 

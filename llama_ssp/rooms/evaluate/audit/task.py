@@ -88,7 +88,8 @@ class _Judge:
     """Scores the texts of a server, the same on every rank, and judges them."""
 
     def __init__(self, session: Session, requests: Sequence[PromptRequest], found: Gathered) -> None:
-        self._requests, self._given, self._shown = requests, settings_of(session.config).tolerance, None
+        self._requests, self._given = requests, settings_of(session.config).tolerance
+        self._shown: float | None = None
         self._session, self._found, self._config = session, found, session.config
         self._longest, self._scores = session.config.most_draft_tokens, dict[str, list[TextScore]]()
 
