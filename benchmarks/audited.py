@@ -65,8 +65,8 @@ def of_transformers(target: Path, draft: Path, **how: Any) -> Complete:
         torch.manual_seed(body.get("seed") or 0)
         prompt = torch.tensor([ids])
         found = model.generate(  # a mask of its own leaves out tokens that are those of padding
-            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=body["max_tokens"], return_dict_in_generate=True,
-            output_logits=bool(body.get("logprobs")), pad_token_id=0, **settings, **how,
+            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=body["max_tokens"], pad_token_id=0,
+            return_dict_in_generate=True, output_logits=bool(body.get("logprobs")), **settings, **how,
         )  # fmt: skip
         logits = torch.cat(found.logits) if found.logits else None
         return found.sequences[0, len(ids) :].tolist(), logits

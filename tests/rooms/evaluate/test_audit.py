@@ -187,13 +187,13 @@ def test_two_servers_are_compared_without_weights(server: Server) -> None:
     """A true pair fails with probability 0.00006."""
     plain = proxies.with_settings(lambda body: body | {"speculative": False})
     with proxy(server) as (url, asked), proxy(server, plain) as (baseline, _):
-        assert "its baseline: p = " in swap(url, baseline, "task.texts=200").well().err
+        assert "its baseline: p = " in swap(url, baseline, "task.texts=100").well().err
     assert all("prompt" in body and isinstance(body["prompt"], str) for body in asked)
     with (
         proxy(server, proxies.with_settings(lambda body: body | {"top_k": 3})) as (url, _),
         proxy(server) as (other, _),
     ):
-        ended = swap(url, other, "task.texts=400")
+        ended = swap(url, other, "task.texts=200")
     assert ended.code == 1, ended.err
     assert "next tokens of the server and of its baseline" in ended.err
 

@@ -146,7 +146,7 @@ def test_log_probabilities_of_another_temperature_are_no_rounding() -> None:
     assert (hotter.outcome, shown) == (checks.FAILED, None)
     assert "temperature 1.1" in hotter.said
     first, *others = places(1.0, noise=0.0)
-    apart, shown = checks.judge_log_probs([(Scored(-9.0, {}), first[1])] * 10 + others)
+    apart, shown = checks.judge_log_probs([(Scored(-9.0, {0: -0.001}), first[1])] * 10 + others)
     assert (apart.outcome, shown) == (checks.FAILED, None)
     assert "10 places are above 0.1" in apart.said
 
