@@ -11,14 +11,15 @@ drafted tokens that were rejected, since no more modules are read than tokens dr
 Shapes: B sequences, S slots, K drafted tokens, T pairs, E width, V vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from llama_ssp.architectures.engine import CATCH_UP_CHUNK, PREFILL_CHUNK
-from llama_ssp.models.prefill import Buckets, Prompts
+from llama_ssp.architectures.engine import CATCH_UP_CHUNK
+from llama_ssp.models.prefill import Prompts
 from llama_ssp.models.upload import to_device
 from llama_ssp.rooms.heads.drafter import HeadDrafter
 from llama_ssp.rooms.heads.protocol import ModulesHead
@@ -35,38 +36,44 @@ class ModulesDrafter(HeadDrafter):
 
     def __init__(self, parts: DrafterParts) -> None:
         super().__init__(parts)
-        self._modules = range(min(self._head.num_modules, parts.num_draft_tokens))
+        self._num_modules = min(self._head.num_modules, parts.num_draft_tokens)
+        self._modules = range(self._num_modules)
 
-    def prefill(self, prompts: Prompts, *, rows: Sequence[int], buckets: Buckets) -> None:
-        """Read all pairs of the prompts; pairs whose tokens are not drawn yet are read again in the first round."""
-        rows_R = to_device(rows, self._head.device)
-        for start in range(0, prompts.longest - 1, PREFILL_CHUNK):
-            stop = min(start + PREFILL_CHUNK, prompts.longest - 1)
-            positions_RT = torch.arange(start, stop, device=self._head.device).expand(len(rows), -1)
-            self._read_all(
-                prompts.tokens_RS, prompts.lengths_R[:, None], positions_RT, self._rows.rows_B.index_select(0, rows_R),
-                bucket=buckets.covering(stop), cache_rows_B=rows_R,
-            )  # fmt: skip
+    def _reading_pairs(self, prompts: Prompts, rows: Sequence[int]) -> Callable[..., Tensor]:
+        """See there; pairs whose tokens are not drawn yet are read again in the first round."""
+        rows_P = to_device(rows, self._head.device)
+
+        def read(_ids_RT: Tensor, positions_RT: Tensor, *, cache_rows_B: Tensor, **where: Any) -> Tensor:
+            places_R = (cache_rows_B[:, None] == rows_P).long().argmax(1)
+            tokens_RS = prompts.tokens_RS.index_select(0, places_R)
+            lengths_R1 = prompts.lengths_R.index_select(0, places_R)[:, None]
+            rows_R = self._rows.rows_B.index_select(0, cache_rows_B)
+            return self._read_all(tokens_RS, lengths_R1, positions_RT, rows_R, cache_rows_B=cache_rows_B, **where)
+
+        return read
 
     def _read_all(
-        self, tokens_BS: Tensor, lengths_B1: Tensor, positions_BT: Tensor, rows_B: Tensor, *, bucket: int,
-        cache_rows_B: Tensor | None = None,
-    ) -> None:  # fmt: skip
-        """Read pairs of texts with all modules."""
+        self, tokens_BS: Tensor, lengths_B1: Tensor, positions_BT: Tensor, rows_B: Tensor, *,
+        score_positions_B1: Tensor, **where: Any,
+    ) -> Tensor:  # fmt: skip
+        """Read pairs of texts with all modules; returns the last one's logits of the scored pairs."""
         hidden_BTE = self._hidden(positions_BT, rows_B)
         for module in self._modules:
-            found_BTE, _ = self._head.extend(
-                _tokens(tokens_BS, positions_BT + 1 + module, lengths_B1 - 1), hidden_BTE, positions_BT, bucket=bucket,
-                score_positions_B1=torch.zeros_like(positions_BT[:, :1]), cache_rows_B=cache_rows_B, consecutive=False,
-                module=module, keeps_all=True,
+            found_BTE, logits_B1V = self._head.extend(
+                _tokens(tokens_BS, positions_BT + 1 + module, lengths_B1 - 1), hidden_BTE, positions_BT,
+                score_positions_B1=score_positions_B1, module=module, keeps_all=True, **where,
             )  # fmt: skip
             hidden_BTE = found_BTE if self._head.chains else hidden_BTE
+        return logits_B1V
 
     def _catch_up(self, rows: Rows, *, bucket: int, num_unread: int) -> None:
         lengths_B1 = rows.lengths_B[:, None]
         for distance in range(self._width + num_unread - 2, self._width, -CATCH_UP_CHUNK):
             positions_BT = (lengths_B1 - 1 - distance + self._pairs_T[:CATCH_UP_CHUNK]).clamp_min(0)
-            self._read_all(rows.tokens_BS, lengths_B1, positions_BT, self._rows.rows_B, bucket=bucket)
+            self._read_all(
+                rows.tokens_BS, lengths_B1, positions_BT, self._rows.rows_B, bucket=bucket,
+                score_positions_B1=torch.zeros_like(lengths_B1), consecutive=False,
+            )  # fmt: skip
 
     def propose(self, rows: Rows, *, num_tokens: int, uniforms_BKP: Tensor, bucket: int, num_unread: int = 2) -> Draft:
         """See `Drafter.propose`; a shorter draft is the beginning of one by all modules, which all read the text."""
