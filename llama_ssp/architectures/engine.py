@@ -52,6 +52,11 @@ def most_drafted_for(context: int, num_steps: int) -> int:
     return max(context - num_steps + 1, 2)
 
 
+def window_slots(num_kept: int, num_drafted: int) -> int:
+    """Cache slots of a row of a draft that keeps `num_kept` tokens, with those that it reads at once and drafts."""
+    return whole_steps(num_kept + CATCH_UP_CHUNK + num_drafted + 1)
+
+
 CATCH_UP_CHUNK = 64  # Tokens that a draft model reads at once after rounds in which it did not draft.
 
 
