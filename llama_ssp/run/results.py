@@ -55,7 +55,8 @@ def finalize(session: Session) -> None:
     num_experts, num_expected, num_layers = map(sum, zip(*experts, strict=True))
     kind, ranks = config.placement.target.kind, layout.target_ranks
     baseline = config.place.baseline if config.place else None
-    placement: dict[str, Any] = {"target": {"kind": kind, "ranks": [*ranks], "tp_size": len(ranks)}}
+    target = {"kind": kind, "ranks": [*ranks], "tp_size": len(layout.scoring_ranks)}
+    placement: dict[str, Any] = {"target": target | ({"stages": layout.num_stages} if layout.num_stages > 1 else {})}
     if ranks := layout.draft_ranks:
         tp_size = 1 if layout.splits_batch else len(ranks)
         placement["draft"] = {"kind": layout.draft_kind.name, "ranks": [*ranks], "tp_size": tp_size}
