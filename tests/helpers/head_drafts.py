@@ -6,6 +6,7 @@ Shapes: T nodes, X taps, V vocabulary.
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -13,6 +14,7 @@ from llama_ssp.models.cache import Taps
 from llama_ssp.models.runner import Runner
 from llama_ssp.speculate.drafters.drafter import Drafter, DrafterParts
 from llama_ssp.speculate.engine.completion import RowCompletion
+from llama_ssp.speculate.engine.loop import Decoder
 from llama_ssp.speculate.engine.round import DraftChoice
 from llama_ssp.speculate.engine.state import Request
 from llama_ssp.speculate.sampling.trees import Tree
@@ -32,16 +34,29 @@ Seen = list[tuple[list[int], Tensor, Tensor]]
 """Texts, and what was drafted behind them: tokens and their law."""
 
 
-def decode(  # noqa: PLR0913
-    target: Runner, kind: Callable[[DrafterParts], Drafter], head: Any, layers: Sequence[int], *, width: int,  # noqa: ANN401
-    prompts: Sequence[tuple[int, ...]], num_samples: int = 0,
-    num_new: int = 12, tree: Tree | str | None = None, seen: Seen | None = None,
-    choices: Sequence[DraftChoice] = (), reuses: bool = True, num_drafted: int = NUM_DRAFTED, **how: Any,
-) -> list[RowCompletion]:  # fmt: skip
-    """Decode with a head and its drafter, which reads taps of these layers; `seen` takes its drafts, round by round.
+def decode(
+    *parts: Any,
+    prompts: Sequence[tuple[int, ...]],
+    num_samples: int = 0,
+    num_new: int = 12,
+    **how: Any,
+) -> list[RowCompletion]:
+    """Decode with a head; for the arguments see `make_head_decoder`.
 
     With `num_samples` the first prompt alone is continued, so many times.
     """
+    decoder = make_head_decoder(*parts, **how)
+    first: Any = {"index": 0, "prompt_ids": prompts[0], "max_new_tokens": num_new}
+    samples = [Request(sample=sample, **first) for sample in range(num_samples)]
+    return complete(decoder, samples or requests_of(prompts, num_new))
+
+
+def make_head_decoder(  # noqa: PLR0913
+    target: Runner, kind: Callable[[DrafterParts], Drafter], head: Any, layers: Sequence[int], *, width: int,  # noqa: ANN401
+    tree: Tree | str | None = None, seen: Seen | None = None, choices: Sequence[DraftChoice] = (),
+    reuses: bool = True, num_drafted: int = NUM_DRAFTED, **how: Any,
+) -> Decoder:  # fmt: skip
+    """A decoder with a head and its drafter, which reads taps of these layers; `seen` takes its drafts by rounds."""
     taps = Taps(layers, width=width, dtype=torch.float32, device=torch.device("cpu"))
 
     def make_drafter(rule: Any) -> Any:  # noqa: ANN401 - any rule
@@ -66,9 +81,29 @@ def decode(  # noqa: PLR0913
     change_runs(decoder, reuses=reuses)
     if choices:
         decoder.length = ScriptedLength(choices)
-    first: Any = {"index": 0, "prompt_ids": prompts[0], "max_new_tokens": num_new}
-    samples = [Request(sample=sample, **first) for sample in range(num_samples)]
-    return complete(decoder, samples or requests_of(prompts, num_new))
+    return decoder
+
+
+def chat(decoder: Decoder, head: Any, monkeypatch: pytest.MonkeyPatch, *, turns: Sequence[tuple[int, ...]]) -> int:  # noqa: ANN401
+    """Let one decoder answer these turns of a chat, each with what came before; the most pairs of a turn that are read.
+
+    Counted are those beyond a later turn and the answer before it.
+    """
+    text: tuple[int, ...] = ()
+    extra, counted, extend = [0], [0], head.extend
+
+    def counting(ids_BT: Tensor, *tensors: Tensor, **how: Any) -> Any:  # noqa: ANN401
+        counted[0] += ids_BT.numel() * (how.get("cache_rows_B") is not None)  # as prompts are read
+        return extend(ids_BT, *tensors, **how)
+
+    monkeypatch.setattr(head, "extend", counting)
+    before = len(turns[0])
+    for turn in turns:
+        counted[0] = 0
+        [done] = complete(decoder, requests_of([(*text, *turn)], 12))
+        extra.append(counted[0] - before - len(turn))
+        text, before = (*done.request.prompt_ids, *done.token_ids), len(done.token_ids)
+    return max(extra)
 
 
 def check_greedy(

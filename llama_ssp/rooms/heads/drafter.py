@@ -11,21 +11,21 @@ first step reads as many whatever was accepted, so that shapes stay the same, an
 Shapes: B sequences, S slots, K drafted tokens, T pairs of a chunk, V vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
 
 from llama_ssp.architectures.engine import CATCH_UP_CHUNK, PREFILL_CHUNK
-from llama_ssp.models.prefill import Buckets, Prompts
-from llama_ssp.models.upload import to_device
+from llama_ssp.models.prefill import Buckets, Held, Prompts, read_prompts
 from llama_ssp.speculate.drafters.drafter import DrafterParts, StepwiseDrafter
 from llama_ssp.speculate.sampling.context import Rows
 from llama_ssp.speculate.sampling.trees import Level, ReadLevel
 from llama_ssp.workspaces import Workspace
 
 if TYPE_CHECKING:
+    from llama_ssp.models.runner import Runner
     from llama_ssp.rooms.heads.protocol import Head
 
 
@@ -34,6 +34,30 @@ class _Rows(Workspace):
 
     def __init__(self, own: range, device: torch.device) -> None:
         self.rows_B = torch.arange(own.start, own.stop, device=device)
+
+
+class _PairReader:
+    """A head as a `Runner` that `read_prompts` reads pairs by: token i of a prompt is the token of pair i."""
+
+    is_recurrent = packs_prompts = False
+
+    def __init__(self, head: "Head", hidden_of: Callable[[Tensor, Tensor], Tensor]) -> None:
+        self._head, self._hidden_of = head, hidden_of
+        self.is_invariant, self.copy = head.is_invariant, head.copy
+
+    def save(self, row: int, num_tokens: int) -> None:
+        """Keep nothing: a head has no states."""
+
+    def forward(
+        self, ids_RT: Tensor, positions_RT: Tensor, *, bucket: int, score_positions_BR: Tensor, cache_rows_B: Tensor,
+        **_others: object,
+    ) -> Tensor:  # fmt: skip
+        """Read pairs of these rows; see `Runner.forward`."""
+        _, logits_R1V = self._head.extend(
+            ids_RT, self._hidden_of(positions_RT, cache_rows_B), positions_RT, bucket=bucket,
+            score_positions_B1=score_positions_BR, cache_rows_B=cache_rows_B,
+        )  # fmt: skip
+        return logits_R1V
 
 
 class HeadDrafter(StepwiseDrafter):
@@ -56,19 +80,28 @@ class HeadDrafter(StepwiseDrafter):
             self._rows, self._own_rows = _Rows(own_rows, self._head.device), own_rows
 
     def prefill(self, prompts: Prompts, *, rows: Sequence[int], buckets: Buckets) -> None:
-        """Read all pairs of the prompts but the last, whose token is not drawn yet."""
-        rows_R = to_device(rows, self._head.device)
-        for start in range(0, prompts.longest - 1, PREFILL_CHUNK):
-            stop = min(start + PREFILL_CHUNK, prompts.longest - 1)
-            positions_RT = torch.arange(start, stop, device=self._head.device).expand(len(rows), -1)
-            self._head.extend(
-                prompts.tokens_RS[:, start + 1 : stop + 1],
-                self._hidden(positions_RT, self._rows.rows_B.index_select(0, rows_R)),
-                positions_RT,
-                bucket=buckets.covering(stop),
-                score_positions_B1=torch.zeros_like(rows_R)[:, None],
-                cache_rows_B=rows_R,
-            )
+        """Read the pairs of the prompts that no row holds, but for the last pair, whose token is not drawn yet."""
+        places = [place for place, length in enumerate(prompts.lengths) if length > 1]
+        if not places:
+            return
+        some = prompts.some(places)
+        pairs = some._replace(
+            tokens_RS=some.tokens_RS[:, 1:], lengths_R=some.lengths_R - 1, longest=prompts.longest - 1, saved=(),
+            lengths=[length - 1 for length in some.lengths],
+            held=[self._held(*both) for both in zip(some.held, some.lengths, strict=False)],
+        )  # fmt: skip
+        reader = cast("Runner", _PairReader(self._head, self._hidden_of_rows))
+        read_prompts(reader, pairs, rows=[rows[place] for place in places], buckets=buckets)
+
+    def _held(self, held: Held, num_tokens: int) -> Held:
+        """The pairs of a beginning of a prompt: the last token of a beginning may have another one behind it."""
+        num_pairs = max(held.num_tokens - 1, 0)
+        if not self._head.is_invariant and held.num_tokens < num_tokens:
+            num_pairs -= num_pairs % PREFILL_CHUNK
+        return Held(num_pairs, held.row)
+
+    def _hidden_of_rows(self, positions_RT: Tensor, rows_R: Tensor) -> Tensor:
+        return self._hidden(positions_RT, self._rows.rows_B.index_select(0, rows_R))
 
     def _hidden(self, positions_BT: Tensor, rows_B: Tensor) -> Tensor:
         return self._head.hidden_of(self._taps.read(positions_BT, rows_B))

@@ -3,7 +3,7 @@
 Shapes: B sequences, T positions of a forward, R positions to score, E width, X taps, M nodes of a level, V vocabulary.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -17,11 +17,16 @@ class Head(Cached, Protocol):
 
     Attributes:
         num_token_ids: V of the target.
+        is_invariant: see `Runner`.
         make_drafter: makes the drafter of its kind.
     """
 
     num_token_ids: int
+    is_invariant: bool
     make_drafter: Callable[[DrafterParts], Drafter]
+
+    def copy(self, from_row: int, to_rows: Sequence[int], num_tokens: int, *, from_saved: bool = False) -> None:
+        """Copy the first pairs of a row of the cache to other rows; see `Runner.copy`."""
 
     def hidden_of(self, taps_BTX: Tensor) -> Tensor:
         """The hidden states (B, T, E) that the target's taps stand for."""

@@ -113,12 +113,22 @@ class RequestError(Exception):
 
 
 @dataclass(eq=False)
+class _Taker:
+    """Who takes the parts of a completion; `num_left` new tokens are counted for its client that it has not got."""
+
+    take: Callable[[Part], None]
+    client: str
+    num_left: int = 0
+
+
+@dataclass(eq=False)
 class Inbox:
     """Waiting and decoding completions; all methods may be called from any thread.
 
     Clients get rows by turns: the next one is the client whose completions have had the fewest tokens so far, of
-    prompts and of new ones, so that neither many requests nor long prompts make others wait. A client that comes later
-    begins with as many as the one that has had the fewest.
+    prompts and of new ones, so that neither many requests nor long prompts make others wait. One that decodes counts
+    with all that it may get, until it ends. A client that comes later begins with as many as the one that has had the
+    fewest.
 
     Attributes:
         most_waiting: further ones are refused.
@@ -130,7 +140,7 @@ class Inbox:
     _waiting: dict[str, deque[ServedRequest]] = field(default_factory=dict)
     _had: dict[str, int] = field(default_factory=dict)
     _dropped: list[int] = field(default_factory=list)
-    _takers: dict[int, Callable[[Part], None]] = field(default_factory=dict)
+    _takers: dict[int, _Taker] = field(default_factory=dict)
     _numbers: "count[int]" = field(default_factory=count)
     _changed: threading.Condition = field(default_factory=threading.Condition)
 
@@ -172,13 +182,11 @@ class Inbox:
                 raise RequestError(reason, status=429, code="rate_limit_exceeded")
             numbers = [next(self._numbers) for _ in completions]
             if client not in self._waiting:
-                fewest = min((self._had[other] for other in self._waiting), default=0)
-                self._had = {other: self._had[other] for other in self._waiting} | {
-                    client: max(self._had.get(client, 0), fewest)
-                }
+                there = {other: self._had[other] for other in {taker.client for taker in self._takers.values()}}
+                self._had = there | {client: max(self._had.get(client, 0), min(there.values(), default=0))}
                 self._waiting[client] = deque()
             for place, (number, completion) in enumerate(zip(numbers, completions, strict=True)):
-                self._takers[number] = partial(take, place)
+                self._takers[number] = _Taker(partial(take, place), client)
                 self._waiting[client].append(replace(completion, index=number, arrived_s=time.monotonic()))
             self._changed.notify()
         return numbers
@@ -186,7 +194,7 @@ class Inbox:
     def drop(self, numbers: Sequence[int]) -> None:
         """Forget completions whose client has gone."""
         with self._changed:
-            self._dropped += [number for number in numbers if self._takers.pop(number, None)]
+            self._dropped += [number for number in numbers if self._forget(number)]
             left = {
                 client: deque(one for one in waiting if one.index in self._takers)
                 for client, waiting in self._waiting.items()
@@ -198,8 +206,9 @@ class Inbox:
         """Tell all takers that the server ends; returns the numbers of completions that waited or decoded."""
         with self._changed:
             takers, self._takers = self._takers, {}
+            self._waiting.clear()
         for taker in takers.values():
-            taker(Part.failed(RequestError.ending()))
+            taker.take(Part.failed(RequestError.ending()))
         return [*takers]
 
     def has_news(self, num_rows: int) -> bool:
@@ -222,6 +231,7 @@ class Inbox:
         client = min(self._waiting, key=self._had.__getitem__)
         taken = self._waiting[client].popleft()
         self._had[client] += len(taken.prompt_ids) + taken.max_new_tokens
+        self._takers[taken.index].num_left = taken.max_new_tokens
         if not self._waiting[client]:
             del self._waiting[client]
         return taken
@@ -229,8 +239,15 @@ class Inbox:
     def deliver(self, number: int, part: Part) -> None:
         """Hand a part to the taker of a completion, if it still waits."""
         with self._changed:
-            taker = self._takers.get(number)
-            if taker and part.finish_reason:
-                del self._takers[number]
+            if taker := self._takers.get(number):
+                taker.num_left -= len(part.new_ids)
+                if part.finish_reason:
+                    self._forget(number)
         if taker:
-            taker(part)
+            taker.take(part)
+
+    def _forget(self, number: int) -> _Taker | None:
+        """End a completion, if it has not ended: its client has not had the tokens that are left."""
+        if taker := self._takers.pop(number, None):
+            self._had[taker.client] -= taker.num_left
+        return taker

@@ -61,9 +61,9 @@ class TapsSender:
         self._offsets: dict[int, Tensor] = {}
 
     def send_prompts(self, prompts: Prompts, rows: Sequence[int], *, comm: Comm) -> None:
-        """Send the taps of whole prompts, which become these rows."""
+        """Send the taps of prompts, which become these rows, from the first token that the head reads."""
         device, rows_R = prompts.tokens_RS.device, to_device(rows, prompts.tokens_RS.device)
-        for start in range(0, prompts.longest, PREFILL_CHUNK):
+        for start in range(max(min(prompts.starts) - 1, 0), prompts.longest, PREFILL_CHUNK):
             positions_T = torch.arange(start, min(start + PREFILL_CHUNK, prompts.longest), device=device)
             self._taps.share(positions_T.expand(len(rows), -1), rows_R, comm=comm, src=self._src)
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from llama_ssp import Pair, load
-from llama_ssp.rooms.serve.inbox import Inbox, RequestError, ServedRequest
+from llama_ssp.rooms.serve.inbox import Inbox, Part, RequestError, ServedRequest
 from llama_ssp.rooms.serve.records import ServeConfig
 from tests.rooms.serve.server import PROMPT, Server, serving
 
@@ -199,6 +199,27 @@ def test_clients_take_turns_by_the_tokens_that_they_have_had() -> None:
     assert inbox.num_waiting == 0
     with pytest.raises(RequestError, match="at most 99 may wait"):
         put("d", 100, 1)
+
+
+@pytest.mark.parametrize("is_dropped", [True, False])
+def test_a_client_has_had_the_tokens_that_it_got_not_those_that_it_asked_for(is_dropped: bool) -> None:
+    """Clients that stop early do not wait for the turns of those who ask for little."""
+    inbox = Inbox(most_waiting=99)
+    long, short = (ServedRequest(index=0, prompt_ids=(1,), max_new_tokens=most, seed=most) for most in (400, 20))
+    inbox.put([short] * 9, lambda *_: None, client="short")
+    for _ in range(2):
+        [number] = inbox.put([long], lambda *_: None, client="long")
+        taken = [one.seed for one in inbox.take(2, wait_s=0)[0]]
+        assert 400 in taken, "its turn has come"
+        inbox.deliver(number, Part(new_ids=[5]))
+        inbox.put([long], lambda *_: None, client="long")
+        assert [one.seed for one in inbox.take(2, wait_s=0)[0]] == [20, 20], "it may get 399 more"
+        if is_dropped:
+            inbox.drop([number])
+        else:
+            inbox.deliver(number, Part(new_ids=[6], finish_reason="stop"))
+        assert [one.seed for one in inbox.take(1, wait_s=0)[0]] == [400]
+        inbox.drop([number + 1])
 
 
 def test_a_full_server_says_when_to_come_back(pair: Pair) -> None:
