@@ -428,7 +428,8 @@ class CachedRunner:
         num_layers: int = config.num_hidden_layers - (getattr(config, "num_kv_shared_layers", None) or 0)
         layers = layers or range(config.num_hidden_layers)
         self._slot_layers = [number for number in with_slots(config)[:num_layers] if number in layers]
-        self._windows = record_of(config.model_type).windows_of(config)[layers.start : layers.stop]
+        windows = record_of(config.model_type).windows_of(config)
+        self._has_windows, self._windows = any(windows), windows[layers.start : layers.stop]
         self._cache: StaticCache | None = None
         self._states: StateCache | None = None
         self._saved: StateCache | None = None

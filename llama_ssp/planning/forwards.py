@@ -300,8 +300,8 @@ def _more_layers(placement: ModelPlacement, hardware: HardwareConfig, num_positi
     if hardware.device == "cuda" and num_positions <= MOST_DRAFT_TOKENS + 1:
         return 0.0
     num_recurrent = sum(kept.num_layers for kept in inventory(placement.model.shape).states if kept.num_values)
-    num_recurrent *= placement.num_layers / placement.model.shape.num_hidden_layers
-    return num_recurrent * (placement.kernels.recurrent_layer / placement.kernels.library_layer - 1)
+    share = placement.num_layers / placement.model.shape.num_hidden_layers
+    return share * num_recurrent * (placement.kernels.recurrent_layer / placement.kernels.library_layer - 1)
 
 
 def _layer_s(placement: ModelPlacement, hardware: HardwareConfig, tokens: int) -> float:

@@ -78,7 +78,8 @@ def lay_out(placement: PlacementConfig, *, world_size: int, has_draft: bool) -> 
     left = [rank for rank in everyone if not (apart and rank in draft_ranks)]
     most = 1 if backend_of(target.kind).is_layer_wise else target.tp_size and target.tp_size * target.stages
     target_ranks = sorted(target.ranks or left[:most])
-    layout = Layout(target_ranks=tuple(target_ranks), draft_ranks=(), draft_kind=draft.kind, num_stages=target.stages)
+    num_stages = max(target.stages, 1)  # `checks` names others
+    layout = Layout(target_ranks=tuple(target_ranks), draft_ranks=(), draft_kind=draft.kind, num_stages=num_stages)
     if has_draft and not apart and not draft_ranks:
         near = layout.scoring_ranks
         size = 1 if draft.kind is DraftLayout.one_rank else draft.tp_size or len(near)
@@ -104,7 +105,7 @@ def problems_of(
         yield f"placement.num_replicas={num_replicas} must share {world_size} ranks out evenly: use {divisors}"
         return
     num_ranks = world_size // num_replicas
-    if target.stages < 1:  # `checks` says so
+    if target.stages < 1:  # `checks` names it
         return
     faults = [*_faults("target", target, num_ranks, num_stages=target.stages)]
     if not faults:

@@ -325,7 +325,9 @@ class FromPython:
     num_ranks: int = 2
 
     def see(self, world: World, folder: Path) -> tuple[list[list[int]], list[float], list[str]]:  # noqa: ARG002 - shipped
-        pair = load("tiny", "tiny-draft", device="cpu", placement=self.placement)
+        staged = PlacementConfig(target=TargetPlacement(stages=2))
+        placement = staged if self.placement == "stages" else self.placement
+        pair = load("tiny", "tiny-draft", device="cpu", placement=placement)
         found = pair.generate(["import os\n", "def f(x):"], max_new_tokens=12, seed=1, logprobs=2)
         sentences: list[str] = []
         mistakes: list[dict[str, Any]] = [{"prompts": f"of rank {pair.rank}"}, {"prompts": "x", "temperature": -1.0}]

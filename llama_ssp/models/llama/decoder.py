@@ -117,7 +117,7 @@ class LeanRunner(CachedRunner):
     def _choose_attention(self, varlen: VarlenAttention | None) -> None:
         """Attend by lengths of rows, by an operator, or by masks; see `attention`."""
         self._varlen = varlen = varlen or find_varlen(
-            self.device, self.dtype, self._heads, rounds_inputs=self._by_position, has_windows=any(self._windows)
+            self.device, self.dtype, self._heads, rounds_inputs=self._by_position, has_windows=self._has_windows
         )
         if varlen and self._kept.dtype is not self.dtype:
             self._varlen = unpacking(varlen, self._kept)
@@ -150,7 +150,7 @@ class LeanRunner(CachedRunner):
         if self._varlen:
             ours: VarlenAttention | None = operators.made(
                 "attention_by_length", device, self._varlen, self._heads, device=self.device, dtype=self.dtype,
-                has_windows=any(self._windows), kept=self._kept,
+                has_windows=self._has_windows, kept=self._kept,
             )  # fmt: skip
             self._varlen = ours or self._varlen
 

@@ -113,15 +113,15 @@ def lean_weights(loading: Loading, *, has_embedding: bool, places: Mapping[str, 
     """
     matched = match_lean(loading.origin, loading.kept_whole)
     matched.check_packed(loading.precision.quantization)
-    shard, rows, stage = loading.own_shard, {}, loading.stage
+    shard, rows, stage, layers = loading.own_shard, {}, loading.stage, loading.own_layers
     kept = {EMBEDDING: has_embedding and stage.is_first, OUTPUT: stage.is_last, LAST_NORM: stage.is_last}
     for name, parameter in matched.table.items():
         cut, sizes = parameter.slice_of(shard), [*parameter.shape]
         if cut:
             sizes[cut.dim] = sum(map(len, cut.parts))
-        number = int(found[1]) if (found := _LAYER.match(name)) else None
-        if kept.get(name, number is None or number in loading.own_layers):
-            own = name if number is None else f"model.layers.{loading.own_layers.index(number)}{name[found.end(1) :]}"
+        of_layer = _LAYER.match(name)
+        if kept.get(name, of_layer is None or int(of_layer[1]) in layers):
+            own = f"model.layers.{layers.index(int(of_layer[1]))}{name[of_layer.end() :]}" if of_layer else name
             size, dtype = math.prod(sizes), loading.weights_dtype
             rows[own] = StoredSlice(matched.sources[name], cut, size, dtype, loading.device)
     return Weights(loading, rows, places=places)
