@@ -33,7 +33,7 @@ from llama_ssp.models.cache import CachedRunner
 from llama_ssp.models.quantization.precision import UNQUANTIZED, Precision
 from llama_ssp.models.runner import Runner
 from llama_ssp.ranks.comms import Comm
-from llama_ssp.ranks.stages import WHOLE_MODEL, Stage
+from llama_ssp.ranks.stages import WHOLE_MODEL, ModelStage
 from llama_ssp.storage.stored import kept_format
 from llama_ssp.weights.checkpoint import summary
 from llama_ssp.weights.source import WeightSource
@@ -78,7 +78,7 @@ class Loading:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     devices: tuple[torch.device, ...] = ()
     comm: Comm = field(default_factory=Comm.single)
-    stage: Stage = WHOLE_MODEL
+    stage: ModelStage = WHOLE_MODEL
     dtype: torch.dtype | None = None
     progress: Progress | None = None
     precision: Precision = UNQUANTIZED

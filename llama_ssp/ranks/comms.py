@@ -341,7 +341,7 @@ class Mesh:
         layout: which rank of a replica holds what.
         target: the ranks that share the target, or its layers of a stage; None if this rank has no part of it.
         draft: the ranks that share the draft, only this one if it is replicated; None if this rank has no part of it.
-        before, behind: see `ranks.stages.Stage`.
+        before, behind: see `ranks.stages.ModelStage`.
     """
 
     world: Comm

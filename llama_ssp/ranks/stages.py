@@ -1,8 +1,8 @@
 """A rank's stage of a model: which layers it has, and how hidden states reach it from one stage and go on to the next.
 
     stage 0                          stage 1
-    rank 2   layers | slice 0  ----> rank 0   slice 0 \
-    rank 3   layers | slice 1  ----> rank 1   slice 1 / gathered | layers | output
+    rank 2   layers | slice 0  ----> rank 0   slice 0 |
+    rank 3   layers | slice 1  ----> rank 1   slice 1 | gathered | layers | output
 
 Every rank of a stage has the whole hidden states after its layers, so each sends its slice to one rank of the next
 stage: slow links between nodes carry each number once. The ranks of the next stage gather the slices, inside a node.
@@ -20,7 +20,7 @@ from llama_ssp.ranks.comms import Comm
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stage:
+class ModelStage:
     """This rank's stage; by default all of a model.
 
     Attributes:
@@ -60,7 +60,7 @@ class Stage:
         self.behind.broadcast(own.contiguous(), src=self.behind.rank)
 
 
-WHOLE_MODEL = Stage()
+WHOLE_MODEL = ModelStage()
 
 
 def _widths(width: int, num_ranks: int) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ from llama_ssp.models.weights import Loading
 from llama_ssp.planning.spec import draws_over_shards
 from llama_ssp.ranks.comms import Mesh, build_mesh
 from llama_ssp.ranks.failures import raise_on_all_ranks
-from llama_ssp.ranks.stages import Stage
+from llama_ssp.ranks.stages import ModelStage
 from llama_ssp.ranks.world import World, has_own_threads, on_all_cores, on_free_cores
 from llama_ssp.registry import imported
 from llama_ssp.run.checkpoints import Source
@@ -223,12 +223,14 @@ def update_models(
     return replace(models, target=target, draft=draft, reuse=reuse), all_keep
 
 
-def _stage_of(mesh: Mesh, config: RunConfig, source: Source) -> Stage:
+def _stage_of(mesh: Mesh, config: RunConfig, source: Source) -> ModelStage:
     """This rank's stage of the target."""
     layout, given = mesh.layout, config.placement.target.layers
     number = next(place for place, ranks in enumerate(layout.stages) if mesh.replica.rank in ranks)
     layers = stage_layers(source.origin.shape, layout.num_stages, given)[number]
-    return Stage(number=number, num_stages=layout.num_stages, before=mesh.before, behind=mesh.behind, layers=layers)
+    return ModelStage(
+        number=number, num_stages=layout.num_stages, before=mesh.before, behind=mesh.behind, layers=layers
+    )
 
 
 def _updated(runner: Any, source: Source, **how: Any) -> Runner:  # noqa: ANN401 - with a dtype; fields of `Loading`

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from llama_ssp.architectures.stages import stage_layers
 from llama_ssp.models.weights import Loading
-from llama_ssp.ranks.stages import Stage
+from llama_ssp.ranks.stages import ModelStage
 from llama_ssp.weights.source import WeightSource
 from tests.helpers.fake_comm import thread_comms
 
@@ -21,7 +21,7 @@ def loadings(origin: WeightSource, num_stages: int, tp_size: int, **how: object)
     found = []
     for number in range(num_stages):
         for comm in thread_comms(tp_size):
-            stage = Stage(
+            stage = ModelStage(
                 number=number, num_stages=num_stages, layers=layers[number],
                 before=pairs[number - 1][comm.rank][1] if number else None,
                 behind=pairs[number][comm.rank][0] if number < num_stages - 1 else None,
