@@ -139,7 +139,7 @@ def _faults_of_stages(placement: PlacementConfig, *, world_size: int, has_draft:
     whole = replace(target, stages=1, tp_size=target.tp_size and target.tp_size * target.stages)
     laid_out = lay_out(replace(placement, target=whole), world_size=world_size, has_draft=has_draft)
     number = len(laid_out.target_ranks)
-    if number % target.stages or not number:
+    if number % target.stages or (target.stages > 1 and not number):
         divisors = " or ".join(str(size) for size in range(1, number + 1) if number % size == 0)
         yield (
             f"placement.target.stages={target.stages} must share the target's {named(laid_out.target_ranks)} out "
