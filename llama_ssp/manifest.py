@@ -47,6 +47,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "slurm": ("hydra/launcher=slurm",),
     "synthetic": ("weights=synthetic", "setting=agreement"),
     "tokenizers": ("setting=draft.tokenizer", "tokenizer=own"),
+    "windows": ("setting=draft.window", "setting=draft.sinks"),
 }
 """Requests for a room: kind and name, as `unknown_name` is given them; a field is one of a line of prompts."""
 FOLDER = Path(__file__).parent / "rooms"

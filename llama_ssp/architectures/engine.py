@@ -31,6 +31,17 @@ SOFTMAX_TOKENS = 1024
 LEAST_SHARED_BYTES = 2**22
 """Logits of a round in fp32 from which on ranks draw over shards: a gather of fewer costs less than more messages."""
 
+
+def expands_latents(num_positions: int, *, rank: int, made: int) -> bool:
+    """Whether attention of a chunk makes keys and values of the latents of all slots, rather than reading latents.
+
+    A latent has `rank` numbers, a head's key without positions and its value `made` numbers together. For a query and a
+    slot, reading takes twice 2 `rank` operations and keys and values twice `made`; to make these of a slot takes twice
+    `rank` times `made`. A chunk's own tokens alone decide, so that its bits depend on no other row's length.
+    """
+    return num_positions * (2 * rank - made) > rank * made
+
+
 STATE_VALUE_BYTES = 4  # Recurrent states are in fp32, whatever the model is in.
 
 
@@ -50,6 +61,11 @@ def kept_inputs(num_kept: int, width: int) -> int:
 def most_drafted_for(context: int, num_steps: int) -> int:
     """The longest text that a draft of this context drafts `num_steps` tokens for, in sequence."""
     return max(context - num_steps + 1, 2)
+
+
+def window_slots(num_kept: int, num_drafted: int) -> int:
+    """Cache slots of a row of a draft that keeps `num_kept` tokens, with those that it reads at once and drafts."""
+    return whole_steps(num_kept + CATCH_UP_CHUNK + num_drafted + 1)
 
 
 CATCH_UP_CHUNK = 64  # Tokens that a draft model reads at once after rounds in which it did not draft.

@@ -20,6 +20,7 @@ from llama_ssp.settings.drafters import (
     SAME,
     DraftTerms,
     DraftVocabulary,
+    cache_of,
     draft_name,
     drafter_of,
     drafts,
@@ -124,6 +125,7 @@ class PlanSpec:
     free_draft: str | None = None
     free_settings: DrafterConfig | None = field(default=None, hash=False)
     vocabulary: DraftVocabulary = SAME
+    num_kept: int | None = None
     counts_tokens: bool = False
     truncates: bool = False
     scores_texts: bool = False
@@ -301,6 +303,8 @@ class PlanSpec:
         """Cache slots per row of the draft, which has more for a text in its own tokens, as far as its context goes."""
         if self.draft is None:
             return self.num_slots
+        if self.num_kept is not None:
+            return engine.window_slots(self.num_kept, self.num_draft_tokens)
         context, slots_per_slot = self.draft.shape.max_position_embeddings, self.vocabulary.slots_per_slot
         return engine.draft_slots(self.num_slots, slots_per_slot=slots_per_slot, max_position_embeddings=context)
 
@@ -378,6 +382,7 @@ def make_spec(
         free_draft=None if draft else draft_name(config.draft),
         free_settings=None if drafter_of(free).has_model else free,
         vocabulary=vocabulary_of(config.draft),
+        num_kept=kept.num_kept(config.draft) if (kept := cache_of(config.draft)) and draft else None,
         draft_kind=layout.draft_kind,
         draft_ranks=layout.draft_ranks,
         num_replicas=placement.num_replicas,

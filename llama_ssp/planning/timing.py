@@ -222,8 +222,10 @@ class CostModel:
         """
         stages, seconds, prompt = self._stages_of(placement), 0.0, self.spec.prompt_tokens
         num_rows = -(-self._rows_of(placement) // self.spec.num_samples)
+        if placement is self.draft and self.spec.num_kept is not None:
+            prompt = min(prompt, self.spec.num_kept)
         if by_length := placement.model.reads_by_length(self.hardware):
-            prompt = math.ceil(self.spec.mean_prompt_tokens or prompt)
+            prompt = min(prompt, math.ceil(self.spec.mean_prompt_tokens or prompt))
         has_graph = by_length and placement.cuda_graphs and not (placement is self.draft and self.spec.has_head)
         if size := has_graph * engine.short_size(num_rows * prompt):
             short = partial(
@@ -292,6 +294,7 @@ class CostModel:
         if not (self.draft and num_draft_tokens):
             return free_s
         first_s, later_s = self._draft_steps_s
+        first_s += self._copied_s(self.spec.num_kept or 0, self.draft, self._rows_of(self.draft))
         if tree := self.spec.tree:
             later = self.spec.later_draft_forwards(num_draft_tokens)
             forwards_s = sum(self.forward(self.draft, nodes).total_s for nodes in later)
@@ -309,9 +312,13 @@ class CostModel:
             self.own_part, self.hardware, batch_size=spec.batch_size, num_positions=1, num_scored=1,
             bucket=terms.seen_slots or self._bucket,
         )  # fmt: skip
-        copied_bytes = spec.batch_size * terms.copied_slots * self.own_part.model.slot_bytes(self.target.most_heads[1])
-        copied_s = 2 * copied_bytes / self.hardware.read_bytes_per_s
+        copied_s = self._copied_s(terms.copied_slots, self.own_part, spec.batch_size)
         return kernels_s + copied_s + num_draft_tokens * (step.total_s + self.draw_s(self.target))
+
+    def _copied_s(self, num_slots: int, placement: ModelPlacement, num_rows: int) -> float:
+        """A copy of some slots of each row."""
+        copied_bytes = num_rows * num_slots * placement.model.slot_bytes(placement.most_heads[1])
+        return 2 * copied_bytes / self.hardware.read_bytes_per_s
 
     @cached_property
     def _draft_steps_s(self) -> tuple[float, float]:

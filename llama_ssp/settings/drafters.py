@@ -180,6 +180,29 @@ def vocabulary_of(draft: DrafterConfig) -> DraftVocabulary:
     return next((one for one in other_vocabularies() if getattr(draft, one.setting, None) is one.value), SAME)
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class DraftCache:
+    """What of a text a draft model keeps in its cache, if that is not all.
+
+    Attributes:
+        name: of the record.
+        num_kept: the most tokens of a row, from the settings of a draft; None where these ask for all.
+        make: `module:class` of the drafter, called with `drafters.drafter.DrafterParts`.
+    """
+
+    name: str
+    num_kept: Callable[[Any], int | None]
+    make: str
+
+
+CACHES: Registry[DraftCache] = Registry(setting="draft cache", kind=DraftCache)
+
+
+def cache_of(draft: DrafterConfig) -> DraftCache | None:
+    """What the settings of a draft let it keep; None for all."""
+    return next((one for one in CACHES.all().values() if one.num_kept(draft) is not None), None)
+
+
 @dataclass(kw_only=True)
 class ModelDraftConfig(DrafterConfig):
     """The draft model."""

@@ -49,6 +49,7 @@ class LeanRunner(CachedRunner):
     """
 
     layer_class = Layer
+    _num_positions = 0
     _stops: tuple[int, ...] = ()  # Numbers behind its layers where the next one is left out.
 
     def __init__(
@@ -184,14 +185,16 @@ class LeanRunner(CachedRunner):
         own = {name: value for name, value in vars(self).items() if name in {"_layers", "_windows", "_stops"}}
         vars(self).update({**vars(whole), **own, "_cache": cache or whole._cache, "reads": reads})
 
-    def allocate(self, *, batch_size: int, capacity: int, **how: Any) -> None:
-        """See `Runner.allocate`."""
-        known = self.num_allocations
+    def allocate(self, *, batch_size: int, capacity: int, num_positions: int = 0, **how: Any) -> None:
+        """See `Runner.allocate`; tokens may have `num_positions`, if that is more than there are slots."""
+        known, before = self.num_allocations, self._cache
         super().allocate(batch_size=batch_size, capacity=capacity, **how)
+        self.num_allocations += self._cache is before and num_positions > self._num_positions
         if self.num_allocations > known:
             assert self._cache is not None
             num_slots = self._cache.num_slots
-            self._rotations = Rotations(self._inv_freq_P, self._rotary_factor, capacity=num_slots)
+            self._num_positions = max(num_slots, num_positions)
+            self._rotations = Rotations(self._inv_freq_P, self._rotary_factor, capacity=self._num_positions)
             if self._varlen:
                 self._lengths = LengthTables(batch_size=batch_size, num_slots=num_slots, device=self.device)
 
@@ -326,7 +329,7 @@ class LeanRunner(CachedRunner):
             freqs_cis_M1P = freqs_cis_S1P.index_select(0, placed_BT.flatten())
             place = partial(rotate_write, freqs_cis_M1P=freqs_cis_M1P, kept=self._kept)
         if tree:
-            buffer, slots_M, *_ = self._cache.view(tree.slots_BT, bucket=bucket, cache_rows_B=None, in_rows=True)
+            buffer, slots_M, *_ = self._cache.view(tree.slots_BT, bucket=bucket, cache_rows_B=rows_B, in_rows=True)
         elif kernel and rows_B is None:
             buffer = self._cache.buffers(bucket)
         else:

@@ -25,7 +25,7 @@ from llama_ssp.models.cache import Taps
 from llama_ssp.models.prefill import Buckets, Prompts, read_prompts
 from llama_ssp.models.upload import to_device
 from llama_ssp.run.decoders import Models
-from llama_ssp.settings.drafters import SAME, drafter_of, drafts_greedily, vocabulary_of
+from llama_ssp.settings.drafters import SAME, cache_of, drafter_of, drafts_greedily, vocabulary_of
 from llama_ssp.settings.rules import DEFAULT
 from llama_ssp.settings.schema import DrafterConfig, RunConfig, VerificationConfig
 from llama_ssp.speculate.drafters.maker import make_drafters
@@ -165,7 +165,8 @@ class Reader:
             is_head = own.sources[-1].origin.shape.is_head
             is_alike = drafter_of(draft).has_model and not is_head
             layout = self._mesh.layout
-            if is_alike and vocabulary_of(draft) is SAME and layout.verify_rank in layout.draft_ranks:
+            sees_all = vocabulary_of(draft) is SAME and cache_of(draft) is None
+            if is_alike and sees_all and layout.verify_rank in layout.draft_ranks:
                 sampling = replace(config.sampling, temperature=0.0) if drafts_greedily(draft) else config.sampling
                 reader: _Whole | _Steps = _Whole(name, own, make_rule(sampling, verification))
             else:

@@ -14,7 +14,7 @@ from llama_ssp.models.runner import Runner, TreePlaces
 from llama_ssp.models.upload import to_device
 from llama_ssp.ranks.comms import Reads
 from llama_ssp.registry import imported
-from llama_ssp.settings.drafters import vocabulary_of
+from llama_ssp.settings.drafters import cache_of, vocabulary_of
 from llama_ssp.speculate.drafters.drafter import Drafter, DrafterParts, StepwiseDrafter, catch_up, take_in
 from llama_ssp.speculate.sampling.context import Rows
 from llama_ssp.speculate.sampling.trees import Level, ReadLevel
@@ -90,6 +90,7 @@ class ModelDrafter(StepwiseDrafter):
 def make(parts: DrafterParts) -> Drafter:
     """Make the drafter on a rank that holds the draft model or a slice of it; see `drafters.maker`."""
     is_head = parts.taps is not None  # which only a head reads
-    make_drafter = parts.runner.make_drafter if is_head else imported(vocabulary_of(parts.config).make, setting="draft")
+    how = cache_of(parts.config) or vocabulary_of(parts.config)
+    make_drafter = parts.runner.make_drafter if is_head else imported(how.make, setting="draft")
     drafter: Drafter = make_drafter(parts)
     return drafter

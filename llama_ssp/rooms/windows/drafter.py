@@ -1,0 +1,141 @@
+"""A draft model that sees the first tokens of a text and the newest ones, from a cache of these alone.
+
+    text                | 0 .. S-1 | ............. | L-2-W ........ L-3 | L-2 | L-1 | drafted .. |
+    cache               | 0 .. S-1 |                | S ....... S+W-1    | S+W ................. |
+
+A round moves its window forward before it drafts. Keys were turned by the positions of their tokens before they were
+kept, so that a slot need not be a position: `position - skipped`, where a row has skipped that many tokens behind its
+first S. Of a prompt the draft reads the first S and the last W tokens, as if there were no others.
+
+Shapes: B rows, R rows being read, T positions of a forward, C slots of sinks and window, U slots of a row.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llama_ssp.architectures.engine import PREFILL_CHUNK, window_slots
+from llama_ssp.errors import ConfigError
+from llama_ssp.models.llama.decoder import LeanRunner
+from llama_ssp.models.prefill import Buckets, Prompts
+from llama_ssp.models.runner import TreePlaces
+from llama_ssp.models.upload import to_device
+from llama_ssp.ranks.comms import Reads
+from llama_ssp.rooms.windows.records import WindowConfig
+from llama_ssp.speculate.drafters.drafter import DrafterParts
+from llama_ssp.speculate.drafters.model import ModelDrafter
+from llama_ssp.workspaces import OwnBuckets, Workspace
+
+
+class _Tables(Workspace):
+    """The tokens that each row has skipped, and the numbers of slots."""
+
+    def __init__(self, batch_size: int, num_slots: int, *, sinks: int, num_kept: int, device: torch.device) -> None:
+        self.skipped_B1 = torch.zeros(batch_size, 1, dtype=torch.int64, device=device)
+        self.slots_U = torch.arange(num_slots, device=device)
+        self.slots_C, self.moves_C = self.slots_U[:num_kept], (self.slots_U[:num_kept] >= sinks).long()
+
+
+class Windowed(OwnBuckets):
+    """A draft model over a cache of its sinks and its window; see `models.runner.Runner`, which it is to a drafter."""
+
+    is_recurrent = packs_prompts = False
+    reads_by_length = True  # of no bucket
+
+    def __init__(self, runner: LeanRunner, *, sinks: int, window: int, most_nodes: int) -> None:
+        self._runner, self._sinks, self.num_kept = runner, sinks, sinks + window
+        self._num_slots = window_slots(self.num_kept, most_nodes)
+        self.device, self.vocab_size, self.is_invariant = runner.device, runner.vocab_size, runner.is_invariant
+        self.repeats_operators = runner.repeats_operators
+        self._num_tables = self._batch_size = 0
+        self._layers = range(runner.num_layers)
+
+    @property
+    def num_allocations(self) -> int:
+        """Allocations of the model, and of tables."""
+        return self._runner.num_allocations + self._num_tables
+
+    def own_bucket(self, bucket: int) -> int:  # noqa: ARG002
+        """All slots of a row."""
+        return self._num_slots
+
+    def allocate(self, *, batch_size: int, capacity: int, reads: Reads = Reads.all, num_rolled_back: int = 0) -> None:  # noqa: ARG002
+        """Make room for a window of each row, at positions up to `capacity`."""
+        self._runner.allocate(batch_size=batch_size, capacity=self._num_slots, num_positions=capacity, reads=reads)
+        self._runner.make_buffers(self._runner.cache, self._layers)
+        if self._batch_size != batch_size:
+            self._tables = _Tables(
+                batch_size, self._num_slots, sinks=self._sinks, num_kept=self.num_kept, device=self.device
+            )
+            self._batch_size, self._num_tables = batch_size, self._num_tables + 1
+
+    def begin(self, ids_RT: Tensor, positions_RT: Tensor, slots_RT: Tensor, rows_R: Tensor) -> None:
+        """Read a chunk of the prompts of some rows, whose first token of all is in slot 0."""
+        self._tables.skipped_B1.index_copy_(0, rows_R, (positions_RT - slots_RT).amax(1, keepdim=True))
+        first_R1 = torch.zeros_like(rows_R)[:, None]
+        self._read(ids_RT, positions_RT, slots_RT, score_positions_BR=first_R1, cache_rows_B=rows_R)
+
+    def forward(
+        self, ids_BT: Tensor, positions_BT: Tensor, *, score_positions_BR: Tensor | None = None,
+        tree: TreePlaces | None = None, **_others: object,
+    ) -> Tensor:  # fmt: skip
+        """See `Runner.forward`; several tokens that are no tree begin a round, or what it has missed."""
+        if tree is None and ids_BT.shape[1] > 1:
+            self._move(positions_BT[:, :1])
+        skipped_B1 = self._tables.skipped_B1
+        slots_BT = (tree.slots_BT if tree else positions_BT) - skipped_B1
+        return self._read(ids_BT, positions_BT, slots_BT, tree=tree, score_positions_BR=score_positions_BR)
+
+    def _move(self, first_B1: Tensor) -> None:
+        """Skip what is farther than the window from the first token that is read next."""
+        tables, cache = self._tables, self._runner.cache
+        before_B1, most_B1 = tables.skipped_B1, (first_B1 - self._sinks).clamp_min(0)
+        skipped_B1 = before_B1.maximum(first_B1 - self.num_kept).minimum(most_B1)
+        from_BC = tables.slots_C + (skipped_B1 - before_B1) * tables.moves_C
+        cache.take_slots(cache, from_BC.clamp(0, self._num_slots - 1), self._layers)
+        tables.skipped_B1.copy_(skipped_B1)
+
+    def _read(
+        self, ids_BT: Tensor, positions_BT: Tensor, slots_BT: Tensor, *, tree: TreePlaces | None = None, **how: Any
+    ) -> Tensor:
+        sees_BTA = tree.sees_BTA if tree else None
+        if sees_BTA is None:  # some may be the first token several times
+            num_tokens = slots_BT.shape[1]
+            behind_BA = slots_BT[:, -1:] - (num_tokens - 1) + self._tables.slots_U[:num_tokens]
+            sees_BTA = behind_BA[:, None] <= slots_BT[..., None]
+        places = TreePlaces(slots_BT, sees_BTA, self._tables.slots_U)
+        return self._runner.forward(ids_BT, positions_BT, bucket=self._num_slots, tree=places, **how)
+
+
+class WindowDrafter(ModelDrafter):
+    """Drafts with a model that sees a window, under the same processors as the target.
+
+    Source: arXiv:2309.17453 (the first tokens and a window).
+    """
+
+    _windowed: Windowed
+
+    def __init__(self, parts: DrafterParts) -> None:
+        config, runner = parts.config, parts.runner
+        assert isinstance(config, WindowConfig)
+        assert config.window is not None
+        if not isinstance(runner, LeanRunner):
+            raise ConfigError("draft.window needs a draft whose layers are like Llama's: leave it out")
+        most_nodes = parts.num_draft_tokens + parts.num_ahead
+        windowed = Windowed(runner, sinks=config.sinks, window=config.window, most_nodes=most_nodes)
+        super().__init__(replace(parts, runner=windowed))
+        self._windowed, self._sinks = windowed, config.sinks
+
+    def prefill(self, prompts: Prompts, *, rows: Sequence[int], buckets: Buckets) -> None:  # noqa: ARG002
+        """Read the first and the last tokens of new prompts."""
+        known_RS, rows_R = self._known(prompts.tokens_RS), to_device(rows, self.runner.device)
+        skipped_R1 = (prompts.lengths_R[:, None] - self._windowed.num_kept).clamp_min(0)
+        num_read = min(max(prompts.lengths), self._windowed.num_kept)
+        for start in range(0, num_read, PREFILL_CHUNK):
+            slots_T = torch.arange(start, min(start + PREFILL_CHUNK, num_read), device=rows_R.device)
+            slots_RT = slots_T.expand(len(rows), -1).contiguous()
+            positions_RT = slots_RT + skipped_R1 * (slots_RT >= self._sinks)
+            self._windowed.begin(known_RS.gather(1, positions_RT), positions_RT, slots_RT, rows_R)

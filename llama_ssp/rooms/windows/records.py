@@ -1,0 +1,70 @@
+"""The records of draft models with a window: their settings, what they exclude, what a plan counts. No torch."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from llama_ssp.architectures.family import record_of
+from llama_ssp.fields import setting
+from llama_ssp.groups import MoreSettings
+from llama_ssp.settings.combinations import Ability
+from llama_ssp.settings.drafters import DraftCache, ModelDraftConfig
+from llama_ssp.settings.schema import RunConfig
+from llama_ssp.settings.tasks import NoEffect, task_of
+from llama_ssp.words import said
+
+
+@dataclass(kw_only=True)
+class WindowConfig(ModelDraftConfig):
+    """The draft model and what it sees."""
+
+    window: int | None = setting(
+        None, "newest tokens of a text that a draft model sees, whose cache has no others but the first; null for all."
+    )
+    sinks: int = setting(4, "first tokens of a text that a draft model with a window also sees.")
+
+
+SETTINGS = MoreSettings(
+    name="window", config=WindowConfig,
+    ranges=(
+        ("draft.window", lambda n: n is None or n >= 1, "at least 1 token, or null for all"),
+        ("draft.sinks", lambda n: n >= 0, "at least 0"),
+    ),
+)  # fmt: skip
+
+
+def _window(draft: object) -> int | None:
+    return draft.window if isinstance(draft, WindowConfig) else None
+
+
+# Source: arXiv:2309.17453 (the first tokens and a window).
+CACHE = DraftCache(
+    name="window", make="llama_ssp.rooms.windows.drafter:WindowDrafter",
+    num_kept=lambda draft: None if (window := _window(draft)) is None else window + draft.sinks,
+)  # fmt: skip
+
+
+def _problems(config: RunConfig) -> Iterator[str | NoEffect]:
+    draft, model, steps = config.draft, config.draft.model, config.most_draft_tokens
+    if (window := _window(draft)) is None:
+        if isinstance(draft, WindowConfig):
+            yield NoEffect("draft.sinks", "without draft.window")
+        return
+    if model is None and not task_of(config).needs_draft:
+        yield NoEffect("draft.window", "without a draft model: give one with draft=NAME, or draft=self")
+    if 1 <= window <= steps:
+        yield f"{said('draft.window', window)} is less than K + 1, here {steps + 1}: give a wider window"
+    if model and (shape := model.shape) and not (shape.is_head or record_of(shape.model_type).is_llama_kind):
+        yield (
+            f"{said('draft.window', window)} needs a draft whose layers are like Llama's, and draft={model.name} "
+            f"is a {shape.model_type} model: leave it out, or give another draft"
+        )
+
+
+_CLASHES = {
+    "a head": "{window} is of draft models, and draft={draft} is a head, which says itself what it sees: leave it out",
+    "an own tokenizer": "{window} needs a draft with the target's tokenizer: leave {own} out",
+}
+ABILITY = Ability(
+    name="a draft with a window", has=lambda config: _window(config.draft) is not None, clashes=_CLASHES,
+    words=lambda config: {"window": said("draft.window", _window(config.draft))}, problems=_problems,
+)  # fmt: skip
