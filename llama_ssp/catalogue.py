@@ -126,7 +126,14 @@ class ModelShape:
     modules: Any = field(default=None, repr=False, metadata={"omegaconf_ignore": True})
     # a kind of layers that keep a state of the text, if the family has any (`architectures.family`); no setting.
     recurrent: str = field(default="", metadata={"omegaconf_ignore": True})
+    # of a draft head, the layers of the target whose inputs it reads, where its files name them; no setting.
+    tapped_layers: tuple[int, ...] = field(default=(), metadata={"omegaconf_ignore": True})
     shares_embedding: bool = False  # of a draft head without an embedding of its own, which reads its target's.
+
+    def taps_of(self, num_layers: int) -> tuple[int, ...]:
+        """The layers of a target of `num_layers` whose inputs a draft head reads; its MTP layer reads the output."""
+        usual = (2, num_layers // 2, num_layers - 3) if self.num_taps == NUM_TAPS else (num_layers,)
+        return self.tapped_layers or usual
 
     @property
     def is_head(self) -> bool:

@@ -387,6 +387,7 @@ class Inventory:
     num_layers: int
     cached_values: int = 0  # of a token in all layers, where a cache keeps other values than the shape's heads.
     states: tuple[KeptStates, ...] = ()  # of recurrent layers.
+    scores: bool = True  # it makes the logits, as all parts but earlier layers do.
 
     def __hash__(self) -> int:
         """Equal inventories have equal hashes."""
@@ -394,7 +395,7 @@ class Inventory:
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.layer, self.embeddings, self.num_layers, self.layer_vectors, self.final_vectors))
+        return hash((self.layer, self.embeddings, self.num_layers, self.layer_vectors, self.final_vectors, self.scores))
 
     @cached_property
     def matrix_sizes(self) -> Mapping[int, int]:
@@ -468,10 +469,11 @@ class Inventory:
 
     def of_layers(self, num_layers: int, *, first: bool, last: bool) -> "Inventory":
         """Consecutive layers: the first ones with the embeddings, the last ones with the final norm and the head."""
-        head = self.head if last else None
-        embeddings = self.embeddings if first or (last and head is None) else ()
-        final_vectors = self.final_vectors if last else 0
-        return replace(self, embeddings=embeddings, head=head, final_vectors=final_vectors, num_layers=num_layers)
+        tied = None if first or self.head else replace(self.embeddings[0], module="lm_head")
+        return replace(
+            self, embeddings=self.embeddings if first else (), head=(self.head or tied) if last else None,
+            final_vectors=self.final_vectors if last else 0, num_layers=num_layers, scores=last,
+        )  # fmt: skip
 
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")

@@ -373,6 +373,15 @@ class Taps(Workspace):
         place = self.layers.index(layer) * self._width
         self._kept_MX.narrow(1, place, self._width).index_copy_(0, slots_M, x_ME.to(self._device))
 
+    def before(self, number: int) -> list[int]:
+        """The tapped layers before this one."""
+        return [layer for layer in self.layers if layer < number]
+
+    def at(self, layer: int, slots_M: Tensor) -> Tensor:
+        """The input (M, E) of a tapped layer that some slots have."""
+        place = self.layers.index(layer) * self._width
+        return self._kept_MX.narrow(1, place, self._width).index_select(0, slots_M)
+
     def read(self, positions_BT: Tensor, rows_B: Tensor | None = None) -> Tensor:
         """The taps (B, T, X) at positions of rows; None for all rows, in order."""
         taps_MX = self._kept_MX.index_select(0, self.slots(positions_BT, rows_B))
@@ -404,7 +413,7 @@ def agreed(comm: Comm, *, is_invariant: bool, packs_prompts: bool) -> tuple[bool
 class CachedRunner:
     """Base class of runners with a `StaticCache`; `parameter` decides their device and dtype.
 
-    `cache_dtype` is the format of the cache, a name of `storage.formats`.
+    `cache_dtype` is the format of the cache, a name of `storage.formats`; `layers` are this rank's, None for all.
 
     Attributes:
         uses_masks: attention takes masks; they are made with the cache.
@@ -421,7 +430,9 @@ class CachedRunner:
     reads = Reads.all
     experts_read_3: Tensor | None = None
 
-    def __init__(self, config: PretrainedConfig, parameter: Tensor, *, cache_dtype: str = OWN_DTYPE) -> None:
+    def __init__(
+        self, config: PretrainedConfig, parameter: Tensor, *, cache_dtype: str = OWN_DTYPE, layers: range | None = None
+    ) -> None:
         self.device = parameter.device
         self.dtype = parameter.dtype
         self._kept = rows_of(cache_dtype, parameter.dtype)
@@ -430,8 +441,10 @@ class CachedRunner:
         self.num_allocations = self.num_uses = 0
         # The last layers may read the keys and values of earlier ones.
         num_layers: int = config.num_hidden_layers - (getattr(config, "num_kv_shared_layers", None) or 0)
-        self._slot_layers = with_slots(config)[:num_layers]
-        self._windows = record_of(config.model_type).windows_of(config)
+        layers = layers or range(config.num_hidden_layers)
+        self._slot_layers = [number for number in with_slots(config)[:num_layers] if number in layers]
+        windows = record_of(config.model_type).windows_of(config)
+        self._has_windows, self._windows = any(windows), windows[layers.start : layers.stop]
         self._cache: StaticCache | None = None
         self._states: StateCache | None = None
         self._saved: StateCache | None = None

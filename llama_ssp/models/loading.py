@@ -15,7 +15,8 @@ from transformers import PretrainedConfig
 from llama_ssp import operators
 from llama_ssp.architectures.family import kept_whole, record_of
 from llama_ssp.architectures.matrices import RankShard, WholeParts, check_inputs, split_model
-from llama_ssp.errors import CheckpointError, ConfigError
+from llama_ssp.architectures.stages import no_stages, stage_layers
+from llama_ssp.errors import CheckpointError, ConfigError, PlacementError
 from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.models.llama.table import match_lean
 from llama_ssp.models.runner import Runner
@@ -64,12 +65,12 @@ def is_llama_kind(config: PretrainedConfig) -> bool:
 def check_model(
     origin: WeightSource, *,
     num_ranks: int, quantization: str = NO_QUANTIZATION, whole: WholeParts = WholeParts.none, compiles: bool = False,
-    grouped_bytes: int = 0,
+    grouped_bytes: int = 0, num_stages: int = 1,
 ) -> None:  # fmt: skip
     """Raise every error that `load_model` would raise, without loading weights.
 
-    `compiles` says that layers take compiled products where these fit, as on a CPU; `grouped_bytes` are those of a
-    number in the products of all experts at once, as on a GPU, and 0 without.
+    The ranks are those of each stage. `compiles` says that layers take compiled products where these fit, as on a CPU;
+    `grouped_bytes` are those of a number in the products of all experts at once, as on a GPU, and 0 without.
 
     Raises:
         CheckpointError: tensors are missing or have another shape.
@@ -79,6 +80,9 @@ def check_model(
     whole, model = kept_whole(origin.shape, whole), None
     ignored: Collection[str] = ()
     shards = split_model(origin.shape, num_ranks=num_ranks, quantization=quantization, whole=whole)
+    if num_stages > 1 and not is_llama_kind(origin.config):
+        raise PlacementError(no_stages(origin.config.model_type))
+    stage_layers(origin.shape, num_stages)
     if is_llama_kind(origin.config):
         matched = match_lean(origin, whole)
     else:

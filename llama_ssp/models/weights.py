@@ -33,6 +33,7 @@ from llama_ssp.models.cache import CachedRunner
 from llama_ssp.models.quantization.precision import UNQUANTIZED, Precision
 from llama_ssp.models.runner import Runner
 from llama_ssp.ranks.comms import Comm
+from llama_ssp.ranks.stages import WHOLE_MODEL, ModelStage
 from llama_ssp.storage.stored import kept_format
 from llama_ssp.weights.checkpoint import summary
 from llama_ssp.weights.source import WeightSource
@@ -62,7 +63,8 @@ class Loading:
         origin: of the values.
         device: of weights and cache.
         devices: of a target: this rank's, and the GPUs of its node that no rank uses; else empty.
-        comm: the ranks that share the model.
+        comm: the ranks that share the model, or its layers of a stage.
+        stage: of this rank.
         dtype: of weights and cache; None for the origin's. Stored buffers keep theirs.
         progress: see `Progress`.
         precision: of the linear layers; they are quantized as they are read.
@@ -76,6 +78,7 @@ class Loading:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     devices: tuple[torch.device, ...] = ()
     comm: Comm = field(default_factory=Comm.single)
+    stage: ModelStage = WHOLE_MODEL
     dtype: torch.dtype | None = None
     progress: Progress | None = None
     precision: Precision = UNQUANTIZED
@@ -92,6 +95,11 @@ class Loading:
     def kept_whole(self) -> WholeParts:
         """Parts that each of several ranks holds whole, also because the family cannot cut them."""
         return kept_whole(self.origin.shape, self.whole)
+
+    @property
+    def own_layers(self) -> range:
+        """The layers of this rank's stage."""
+        return self.stage.layers or range(self.origin.config.num_hidden_layers)
 
     @property
     def own_shard(self) -> RankShard:

@@ -5,6 +5,7 @@ Messages between the ranks of one replica in a round, in addition to the collect
     ids              the drafted ids to all ranks, before the target's forward; a replicated draft gathers the rows of
                      each rank
     probabilities    from the draft to the rank that runs the rule, only if no rank holds both models
+    hidden           from each stage of a target to the next one, of all ranks of a stage together
     verdict          number of accepted tokens, the next token, and the stop request
 """
 
@@ -118,5 +119,8 @@ def round_messages(spec: PlanSpec, num_draft_tokens: int) -> dict[str, Message]:
         num_probs = 1 + sum(spec.tree.read) if spec.tree else num_draft_tokens
         num_bytes = PROBABILITY_BYTES * rows * num_probs * spec.target.shape.vocab_size
         found["probabilities"] = Message(num_bytes, (layout.draft_source_rank, layout.verify_rank))
+    if spec.num_stages > 1:
+        positions = num_draft_tokens + 1 - (spec.overlaps and num_draft_tokens > 0)
+        found["hidden"] = Message(spec.batch_size * positions * sum(spec.hop_bytes), (0, 1))
     found["verdict"] = Message(VERDICT_BYTES * rows, layout.ranks)
     return found

@@ -7,7 +7,7 @@ They are from data sheets, or measured by `task=calibrate`; a CPU's first run me
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from itertools import pairwise
@@ -20,7 +20,7 @@ from llama_ssp.catalogue import Dtype
 from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.planning.collectives import ID_BYTES, PROBABILITY_BYTES, all_reduce_s, message_s
 from llama_ssp.planning.model import DTYPE_BYTES, PlannedModel, expands_latents
-from llama_ssp.planning.weights import rank_shares
+from llama_ssp.planning.weights import of_stage, rank_shares
 from llama_ssp.settings.backends import TENSOR, Backend
 from llama_ssp.settings.rules import AT_ZERO, rule_of
 from llama_ssp.storage.formats import NO_QUANTIZATION, StorageFormat, format_of
@@ -59,7 +59,8 @@ class ShardDraws(NamedTuple):
 class ModelPlacement:
     """A model on its ranks (GPUs if layer-wise), which all hold the parts in `whole`; a key of cached prices.
 
-    With `own_sums` the ranks sum what the program's kernel takes by it. Without `draws` they gather logits.
+    With `own_sums` the ranks sum what the program's kernel takes by it. Without `draws` they gather logits. Of several
+    `stages` of layers it is one `stage`, of which the last has logits.
     """
 
     model: PlannedModel
@@ -70,6 +71,8 @@ class ModelPlacement:
     whole: WholeParts = WholeParts.none
     own_sums: bool = False
     draws: ShardDraws | None = None
+    stages: tuple[range, ...] = (range(0),)
+    stage: int = 0
 
     def __hash__(self) -> int:
         """Computed once, since a search prices thousands of forwards."""
@@ -77,7 +80,19 @@ class ModelPlacement:
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.model, self.backend, self.ranks, self.whole, self.own_sums, self.draws))
+        return hash(
+            (self.model, self.backend, self.ranks, self.whole, self.own_sums, self.draws, self.stages, self.stage)
+        )
+
+    @property
+    def is_last(self) -> bool:
+        """Whether it makes the logits."""
+        return self.stage == len(self.stages) - 1
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the stage."""
+        return len(self.stages[self.stage]) or self.model.shape.num_hidden_layers
 
     def sum_bytes(self, tokens: int) -> int:
         """Bytes of a sum of the ranks, or of a residual that goes on to the next device."""
@@ -87,8 +102,8 @@ class ModelPlacement:
         """Number of sums and gathers of a forward and its draws, and their bytes on each rank."""
         if len(self.ranks) == 1 or self.backend.is_layer_wise:
             return 0, 0
-        sums, of_draws = self.shares[0].num_all_reduces, self.draw_messages(num_rows, num_scored)
-        sum_bytes = self.sum_bytes(num_rows * num_positions)
+        of_draws = self.draw_messages(num_rows, num_scored) if self.is_last else []
+        sums, sum_bytes = self.shares[0].num_all_reduces, self.sum_bytes(num_rows * num_positions)
         return sums + len(of_draws), sums * sum_bytes + sum(of_draws)
 
     def draw_messages(self, num_rows: int, num_scored: int) -> list[int]:
@@ -123,6 +138,7 @@ class ModelPlacement:
     def shares(self) -> tuple[Inventory, ...]:
         """Parameters of the ranks, without duplicates if they work at the same time; raises as `rank_shares`."""
         held = rank_shares(self.model, num_ranks=len(self.ranks), backend=self.backend, whole=self.whole)
+        held = of_stage(held, self.stages, self.stage)
         return held if self.backend.is_layer_wise else tuple(dict.fromkeys(held))
 
     @cached_property
@@ -145,6 +161,12 @@ class ForwardTime:
     operators_s: float
     collectives_s: float
 
+    @classmethod
+    def sum(cls, times: Sequence["ForwardTime"], *, messages_s: float) -> "ForwardTime":
+        """The time of forwards one after the other, with messages between them."""
+        found = {name: sum(getattr(each, name) for each in times) for name in vars(times[0])}
+        return cls(**found | {"collectives_s": found["collectives_s"] + messages_s})
+
     @property
     def total_s(self) -> float:
         """Sum of the parts, which do not overlap."""
@@ -164,10 +186,17 @@ def forward_time(
     tokens, scored = batch_size * num_positions, batch_size * num_scored
     layer_wise, last = placement.backend.is_layer_wise, placement.shares[-1]
     matrices = [
-        _matrices_s(placement, hardware, held, tokens=tokens, scored=scored, has_head=not layer_wise or held is last)
+        _matrices_s(
+            placement,
+            hardware,
+            held,
+            tokens=tokens,
+            scored=scored,
+            has_head=held.scores and (not layer_wise or held is last),
+        )
         for held in placement.shares
     ]
-    num_layers = placement.model.shape.num_hidden_layers + _more_layers(placement, hardware, num_positions)
+    num_layers = placement.num_layers + _more_layers(placement, hardware, num_positions)
     frame_s = placement.kernels.frame * (hardware.kernel_s if placement.cuda_graphs else hardware.launch_s)
     return ForwardTime(
         matrices_s=sum(matrices) if layer_wise else max(matrices),
@@ -269,7 +298,8 @@ def _attention_s(
     num_moved = 1 + (num_positions if num_positions <= MOST_DRAFT_TOKENS + 1 else 1)
     states_bytes = batch_size * max(model.state_bytes(num_moved, held=held) for held in placement.shares)
     states_s = states_bytes / hardware.read_bytes_per_s
-    return _product_s(read_bytes, model, hardware, operations=operations) + states_s
+    share = placement.num_layers / shape.num_hidden_layers
+    return _product_s(share * read_bytes, model, hardware, operations=share * operations) + share * states_s
 
 
 def _more_layers(placement: ModelPlacement, hardware: HardwareConfig, num_positions: int) -> float:
@@ -280,7 +310,8 @@ def _more_layers(placement: ModelPlacement, hardware: HardwareConfig, num_positi
     if hardware.device == "cuda" and num_positions <= MOST_DRAFT_TOKENS + 1:
         return 0.0
     num_recurrent = sum(kept.num_layers for kept in inventory(placement.model.shape).states if kept.num_values)
-    return num_recurrent * (placement.kernels.recurrent_layer / placement.kernels.library_layer - 1)
+    share = placement.num_layers / placement.model.shape.num_hidden_layers
+    return share * num_recurrent * (placement.kernels.recurrent_layer / placement.kernels.library_layer - 1)
 
 
 def _layer_s(placement: ModelPlacement, hardware: HardwareConfig, tokens: int) -> float:
@@ -308,6 +339,8 @@ def _collectives_s(
     if placement.backend.is_layer_wise:
         return sum(message_s(hardware, neighbours, sum_bytes) for neighbours in pairwise(placement.ranks))
     reduce_s = all_reduce_s(hardware, placement.ranks, sum_bytes, is_own=placement.own_sums)
-    of_draws = placement.draw_messages(num_rows, num_scored)
-    gather_s = sum(all_reduce_s(hardware, placement.ranks, num_bytes / 2) for num_bytes in of_draws)
+    gathered = placement.draw_messages(num_rows, num_scored) if placement.is_last else []
+    if placement.stage:  # the slices of hidden states
+        gathered = [sum_bytes, *gathered]
+    gather_s = sum(all_reduce_s(hardware, placement.ranks, num_bytes / 2) for num_bytes in gathered)
     return placement.shares[0].num_all_reduces * reduce_s + gather_s

@@ -3,6 +3,7 @@
 The ranks form one block per replica, and the blocks have equal sizes. Inside a block:
 
     target   all ranks of the block; all but the last few, if the draft has ranks of its own
+             or one stage of its layers on each node
     draft    whole on the first rank; sharded; whole on every rank, for its share of the rows; on the last ranks
 
 16 ranks are 1 replica of 16, 2 of 8 (a node each), 4 of 4, 8 of 2, or 16 of 1.
@@ -21,15 +22,22 @@ from llama_ssp.settings.schema import DraftLayout
 from llama_ssp.words import rounded
 
 
-def layouts(spec: PlanSpec, *, num_ranks: int, divides: bool, thorough: bool) -> Iterator[PlanSpec]:
+def layouts(
+    spec: PlanSpec, *, num_ranks: int, divides: bool, thorough: bool, node_size: int | None = None
+) -> Iterator[PlanSpec]:
     """The spec in every layout of `num_ranks`; its own ranks and draft kind are ignored.
 
     It keeps its number of replicas, the most ranks each; `divides` also allows more replicas of fewer ranks. A draft
-    has one rank or all; if `thorough` also every number between.
+    has one rank or all; if `thorough` also every number between. Blocks of several whole nodes, of `node_size` ranks
+    each, also have a stage on each node.
     """
     most = num_ranks // spec.num_replicas
     for size in block_sizes(most) if divides else [most]:
-        yield from on_block(replace(spec, num_replicas=num_ranks // size), size, thorough=thorough)
+        one = replace(spec, num_replicas=num_ranks // size)
+        yield from on_block(one, size, thorough=thorough)
+        num_nodes, odd = divmod(size, node_size or size)
+        if num_nodes > 1 and not odd and spec.target.is_lean and num_nodes <= spec.num_target_layers:
+            yield from on_block(one, size, thorough=thorough, num_stages=num_nodes)
 
 
 def choose_placement(
@@ -51,7 +59,8 @@ def choose_placement(
     possible: list[PlanSpec] = []
     timed: list[tuple[float, PlanSpec]] = []
     error = None
-    for candidate in layouts(spec, num_ranks=num_ranks, divides=divides, thorough=True):
+    near_ranks = hardware.num_gpus
+    for candidate in layouts(spec, num_ranks=num_ranks, divides=divides, thorough=True, node_size=near_ranks):
         try:
             if fullest_rank(candidate, hardware).fits:
                 forecast = timing(candidate, hardware)
@@ -73,16 +82,20 @@ def choose_placement(
 
 
 def _crosses_slow_links(spec: PlanSpec, hardware: HardwareConfig) -> bool:
-    network, size, ranks = hardware.network, len(spec.layout.ranks), spec.target_ranks
-    if network is None or network.latency_s <= hardware.link.latency_s or len(ranks) == 1:
+    """Whether ranks that share layers are on several nodes."""
+    network, size = hardware.network, len(spec.layout.ranks)
+    if network is None or network.latency_s <= hardware.link.latency_s:
         return False
-    starts = range(0, size * spec.num_replicas, size)
-    return any((start + ranks[0]) // hardware.num_gpus != (start + ranks[-1]) // hardware.num_gpus for start in starts)
+    starts, num_gpus = range(0, size * spec.num_replicas, size), hardware.num_gpus
+    ends = [(ranks[0], ranks[-1]) for ranks in spec.layout.stages]
+    return any((start + one) // num_gpus != (start + other) // num_gpus for start in starts for one, other in ends)
 
 
 def _described(spec: PlanSpec) -> str:
     copies = f"{spec.num_replicas} replicas, each with " if spec.num_replicas > 1 else ""
     target = f"{copies}the target on {named(spec.target_ranks)}"
+    if spec.num_stages > 1:
+        target += f" in {spec.num_stages} stages"
     if not spec.draft:
         return target
     kind = "" if spec.draft_kind is DraftLayout.one_rank else f" ({spec.draft_kind.name})"

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
-from itertools import cycle
+from itertools import chain, cycle, pairwise
 
 from llama_ssp.architectures import engine
 from llama_ssp.architectures.family import inventory, record_of
@@ -17,7 +17,7 @@ from llama_ssp.errors import PlacementError
 from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.planning.model import DTYPE_BYTES, PlannedModel, expands_latents
 from llama_ssp.planning.spec import PlanSpec
-from llama_ssp.planning.weights import WeightBytes, model_bytes, rank_shares, split
+from llama_ssp.planning.weights import WeightBytes, model_bytes, of_stage, rank_shares, split
 from llama_ssp.settings.backends import TENSOR, Backend
 from llama_ssp.settings.rules import rule_of
 
@@ -54,9 +54,12 @@ _NOTHING = _Part()
 @lru_cache(maxsize=1024)  # a search asks for each target with every draft, and a plan with every batch and context
 def _parts(
     model: PlannedModel, device: str, *, num_ranks: int, backend: Backend = TENSOR, whole: WholeParts = WholeParts.none,
-    num_shared: int = 0, num_kept: tuple[int, ...] = (),
+    num_shared: int = 0, num_kept: tuple[int, ...] = (), stages: tuple[range, ...] = (range(0),),
 ) -> tuple[_Part, ...]:  # fmt: skip
-    """The parts by rank or device, without tables that are shared; for `num_kept` see `PlanSpec.kept_states`."""
+    """The parts by rank or device, without tables that are shared; for `num_kept` see `PlanSpec.kept_states`.
+
+    `num_ranks` are those of each stage.
+    """
     shape, size, storage = model.shape, DTYPE_BYTES[model.dtype], model.storage
     num_slices = 1 if backend.is_layer_wise else num_ranks
     shards, _ = split(tuple(vars(shape).items()), num_ranks=num_slices, quantization=model.quantization, whole=whole)
@@ -68,7 +71,8 @@ def _parts(
     shares = rank_shares(model, num_ranks=num_ranks, backend=backend, whole=whole)
     if device == "cuda" and shape.num_experts and not (storage.is_quantized or backend.by_library):
         check_experts(shards, shape.moe_intermediate_size, value_bytes=size)
-    for held, shard in zip(shares, cycle(shards), strict=False):
+    of_stages = chain.from_iterable(of_stage(shares, stages, number) for number in range(len(stages)))
+    for held, shard in zip(of_stages, cycle(shards), strict=False):
         num_heads, num_kv_heads = len(shard.heads.query_heads), len(shard.heads.kv_heads)
         weights = model_bytes(held.without_tables(num_shared), model, device=device)
         part = _Part(
@@ -88,10 +92,11 @@ def _parts(
 
 def _target_parts(spec: PlanSpec) -> dict[int, _Part]:
     parts = _parts(
-        spec.target, spec.device, num_ranks=len(spec.target_devices), backend=spec.backend,
-        num_kept=spec.kept_states[0],
+        spec.target, spec.device, num_ranks=len(spec.target_devices) // spec.num_stages, backend=spec.backend,
+        num_kept=spec.kept_states[0], stages=spec.stages,
     )  # fmt: skip
-    return dict(zip(spec.target_devices, parts, strict=True))
+    devices = spec.target_devices if spec.num_stages == 1 else chain.from_iterable(spec.layout.stages)
+    return dict(zip(devices, parts, strict=True))
 
 
 def _draft_parts(spec: PlanSpec) -> dict[int, _Part]:
@@ -212,7 +217,7 @@ def _rank_memory(spec: PlanSpec, hardware: HardwareConfig, rank: int, target: _P
         "draft_weights_bytes": draft.weights.total_bytes,
         "target_cache_bytes": target.cache_bytes(num_slots, spec.batch_size),
         "draft_cache_bytes": draft.cache_bytes(spec.draft_rows * spec.draft_slots, spec.draft_rows)
-        + taps_bytes * (rank in spec.draft_ranks or spec.sends_taps)
+        + taps_bytes * (rank in spec.draft_ranks or spec.sends_taps or (spec.num_stages > 1 and target is not _NOTHING))
         + terms.held_bytes
         + target.cache_bytes(spec.batch_size * own_slots, 0) * terms.layers // spec.num_target_layers,
         "logits_bytes": _logits_bytes(spec, rank) + uniforms_bytes,
@@ -244,11 +249,13 @@ def _rank_memory(spec: PlanSpec, hardware: HardwareConfig, rank: int, target: _P
 
 
 def _num_communicators(spec: PlanSpec, rank: int) -> int:
-    """The groups of several ranks that this one belongs to: of all replicas, of its own, of each model.
+    """The groups of several ranks that this one belongs to: of all replicas, of its own, of each model or stage.
 
     NCCL keeps buffers for each from the beginning; equal groups are one.
     """
-    groups = {spec.layout.ranks, tuple(spec.target_ranks), tuple(spec.draft_ranks)}
+    stages = spec.layout.stages
+    pairs = (tuple(sorted(pair)) for both in pairwise(stages) for pair in zip(*both, strict=True))
+    groups = {spec.layout.ranks, *stages, tuple(spec.draft_ranks), *pairs}
     of_replicas = spec.num_replicas > 1
     return of_replicas + sum(len(group) > 1 and rank in group for group in groups)
 
@@ -263,16 +270,17 @@ def _logits_bytes(spec: PlanSpec, rank: int) -> int:
     """
     layout, positions = spec.layout, max(spec.round_positions, spec.scored_positions)
     size, vocabulary, num_draft_tokens = DTYPE_BYTES[spec.target.dtype], spec.target.shape.vocab_size, positions - 1
-    num_copies, num_elsewhere = 2 * (len(spec.target_ranks) > 1), 0
+    scoring = layout.scoring_ranks
+    num_copies, num_elsewhere = 2 * (len(scoring) > 1), 0
     if is_over_shards := spec.draws_over_shards[0] and not spec.scores_texts:
-        num_copies, own = 1, len(vocabulary_parts(vocabulary, len(spec.target_ranks))[0])
+        num_copies, own = 1, len(vocabulary_parts(vocabulary, len(scoring))[0])
         vocabulary, num_elsewhere = own, vocabulary - own
-    logits = positions * (num_copies * size + 4) if rank in spec.target_ranks else 0
+    logits = positions * (num_copies * size + 4) if rank in scoring else 0
     logits += positions * size * (rank == spec.target_devices[-1] and rank not in spec.target_ranks)
     drafts = rank in spec.draft_ranks
     num_own = spec.draft_rows if drafts or not layout.splits_batch else 0
     decides = drafts if layout.splits_batch else rank == layout.verify_rank
-    decides = decides or (is_over_shards and rank in spec.target_ranks)
+    decides = decides or (is_over_shards and rank in scoring)
     whole = 4 * positions * rule_of(spec.rule).keeps_all_rows
     rule = 4 * positions + 4 * num_draft_tokens + whole + 8 if decides else 4 * num_draft_tokens * drafts
     rule += drafts * spec.vocabulary.logits_bytes
@@ -362,15 +370,16 @@ def _graph_bytes(spec: PlanSpec, hardware: HardwareConfig, *, drafts: bool) -> i
     lengths = spec.adaptive_lengths if spec.adapts else (spec.num_draft_tokens,)
     num_short = len(engine.SHORT_PROMPTS) * (by_length and spec.prompt_tokens <= engine.SHORT_PROMPTS[-1])
 
-    def num_nodes(model: PlannedModel, ranks: tuple[int, ...]) -> int:
+    def num_nodes(num_layers: int, ranks: tuple[int, ...]) -> int:
         has_nccl = len(ranks) > 1 and not spec.takes_own_sums(hardware, ranks)
-        return model.shape.num_hidden_layers * (spec.kernels.layer + has_nccl * NCCL_NODES)
+        return num_layers * (spec.kernels.layer + has_nccl * NCCL_NODES)
 
-    nodes = (1 + len(lengths) * spec.drafts + num_short) * num_nodes(spec.target, spec.target_ranks)
+    num_layers, ranks = max(map(len, spec.stages)), spec.layout.scoring_ranks
+    nodes = (1 + len(lengths) * spec.drafts + num_short) * num_nodes(num_layers, ranks)
     if spec.draft and drafts:
         ranks = spec.draft_ranks[:1] if spec.layout.splits_batch else spec.draft_ranks
         num_forwards = len(lengths) if spec.drafts_in_one_pass else sum(lengths)
-        nodes += (num_forwards + num_short * (not spec.has_head)) * num_nodes(spec.draft, ranks)
+        nodes += (num_forwards + num_short * (not spec.has_head)) * num_nodes(spec.draft.shape.num_hidden_layers, ranks)
     return num_buckets * nodes * GRAPH_NODE_BYTES
 
 

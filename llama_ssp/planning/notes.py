@@ -12,8 +12,9 @@ from llama_ssp.planning.advisers import Adviser
 from llama_ssp.planning.memory import GIB, RankMemoryPlan, fits
 from llama_ssp.planning.model import PlannedModel
 from llama_ssp.planning.spec import PlanSpec, without_draft
-from llama_ssp.planning.timing import CostModel, Timing, timing
+from llama_ssp.planning.timing import CostModel, Timing, bubble, timing
 from llama_ssp.settings.drafters import SAME
+from llama_ssp.settings.layout import named
 from llama_ssp.storage.formats import NO_QUANTIZATION
 from llama_ssp.words import counted, rounded
 
@@ -40,6 +41,23 @@ def notes_on_states(spec: PlanSpec) -> Iterator[str]:
                 f"{' and one that later prompts go on from,' * len(num_kept[1:])} take "
                 f"{model.state_bytes(*num_kept) / 2**20:.2f} MiB at any length"
             )
+
+
+def notes_on_stages(spec: PlanSpec, hardware: HardwareConfig) -> Iterator[str]:
+    """Say which layers each stage has and how long it takes, what goes from stage to stage, and how long ranks wait."""
+    if spec.num_stages == 1:
+        return
+    costs = CostModel(spec, hardware)
+    stages_s, hops_s = costs.stages_s(1), costs.hops_s(spec.batch_size)
+    parts = [
+        f"layers {layers[0]}-{layers[-1]} on {named(ranks)} {rounded(1e3 * seconds)} ms"
+        for layers, ranks, seconds in zip(spec.stages, spec.layout.stages, stages_s, strict=True)
+    ]
+    yield (
+        f"stages of a plain step: {', '.join(parts)}, and {rounded(1e3 * hops_s)} ms between them for "
+        f"{rounded(spec.batch_size * sum(spec.hop_bytes) / 1024)} KiB; a rank waits for other stages "
+        f"{100 * bubble(costs, 1):.0f} % of the time"
+    )
 
 
 def outgrown(draft: str, context: int, num_steps: int, *, longest: int) -> str | None:

@@ -25,6 +25,7 @@ from llama_ssp.planning.notes import (
     notes_on_formats,
     notes_on_heads,
     notes_on_machine,
+    notes_on_stages,
     notes_on_states,
     refusals,
 )
@@ -118,6 +119,7 @@ def make_plan(spec: PlanSpec, hardware: HardwareConfig, *, remark: str | None = 
                     *notes_on_families(*filter(None, (spec.target, spec.draft))),
                     *notes_on_formats(spec, hardware, timed),
                     *notes_on_states(spec),
+                    *notes_on_stages(spec, hardware),
                     *notes_on_contexts(spec),
                     *notes_on_machine(spec, hardware, fullest),
                     *notes_on_heads(spec, heads, fullest),
@@ -252,7 +254,9 @@ def document(plan: Plan) -> dict[str, Any]:
     num_draft_tokens = spec.num_draft_tokens * spec.drafts
     number, num_bytes = CostModel(spec, plan.hardware).collectives(num_draft_tokens)
     sent = {f"{kind}_bytes": one.received_bytes for kind, one in round_messages(spec, num_draft_tokens).items()}
-    messages = dict.fromkeys(("taps_bytes", "ids_bytes", "probabilities_bytes", "verdict_bytes"), 0) | sent
+    messages = (
+        dict.fromkeys(("taps_bytes", "ids_bytes", "probabilities_bytes", "hidden_bytes", "verdict_bytes"), 0) | sent
+    )
     acceptance = timed.acceptance
     return {
         "plan_version": PLAN_VERSION,
@@ -265,6 +269,7 @@ def document(plan: Plan) -> dict[str, Any]:
             "kind": spec.backend.name,
             "ranks": [*spec.target_ranks],
             "devices": [*spec.target_devices],
+            "stages": _stages(plan),
             "heads_per_rank": [rank.target_heads for rank in plan.ranks if rank.rank in spec.target_devices],
         },
         "draft": _model(spec.draft, plan, prefix="draft") | {
@@ -318,6 +323,17 @@ def _model(model: PlannedModel, plan: Plan, *, prefix: str) -> dict[str, Any]:
         "repeated_bytes": held - once.total_bytes,
         "kv_bytes_per_token": kv_bytes_per_token(model),
     }
+
+
+def _stages(plan: Plan) -> list[dict[str, Any]]:
+    """Ranks, layers and time of each stage in a plain step, and the bytes of a token that it sends to the next one."""
+    spec = plan.spec
+    seconds = CostModel(spec, plan.hardware).stages_s(1)
+    sent_bytes = *spec.hop_bytes, 0
+    return [
+        {"ranks": [*ranks], "num_layers": len(layers), "plain_ms": 1e3 * own_s, "sent_bytes_per_token": num_bytes}
+        for ranks, layers, own_s, num_bytes in zip(spec.layout.stages, spec.stages, seconds, sent_bytes, strict=True)
+    ]
 
 
 def _in_ms(seconds: float | tuple[float, ...] | None) -> Any:  # noqa: ANN401 - as many figures as there are seconds

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from llama_ssp.architectures import engine
 from llama_ssp.architectures.family import record_of
 from llama_ssp.architectures.matrices import DRAFT_WHOLE, WholeParts, tokens_of_a_block, vocabulary_parts
+from llama_ssp.architectures.stages import stage_layers
 from llama_ssp.catalogue import Dtype, ModelConfig
 from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.planning.model import DTYPE_BYTES, PlannedModel, number_format, planned_model
@@ -73,6 +74,8 @@ class PlanSpec:
 
     Attributes:
         target_ranks, draft_ranks: ranks of each replica, increasing.
+        num_stages: of the target, among which its ranks are divided evenly.
+        layers: numbers of layers of each stage; None shares them out.
         spare_devices: GPUs without a rank that hold layers of a layer-wise target.
         free_draft: the kind of a draft without a model; None without one.
         free_settings: of a draft without a model, or of a model's fallback where K is chosen.
@@ -128,6 +131,8 @@ class PlanSpec:
     scores_texts: bool = False
     spare_devices: tuple[int, ...] = ()
     backend: Backend = TENSOR
+    num_stages: int = 1
+    layers: tuple[int, ...] | None = None
     own_sums: bool = False
     known_by: tuple[FindAcceptance, ...] = ()
     kernels: engine.Kernels = engine.ENGINE_KERNELS
@@ -248,6 +253,13 @@ class PlanSpec:
         return self.draft.shape.num_taps * self.target.shape.hidden_size * DTYPE_BYTES[self.target.dtype]
 
     @property
+    def hop_bytes(self) -> tuple[int, ...]:
+        """Bytes of a token from each stage to the next: its hidden state, and taps of earlier layers."""
+        size = self.target.shape.hidden_size * DTYPE_BYTES[self.target.dtype]
+        taps = self.draft.shape.taps_of(self.num_target_layers) if self.draft and self.has_head else ()
+        return tuple(size * (1 + sum(tap < stage.start for tap in taps)) for stage in self.stages[1:])
+
+    @property
     def sends_taps(self) -> bool:
         """Whether taps travel to the head, whose ranks have no target."""
         return self.has_head and self.layout.is_apart
@@ -270,7 +282,15 @@ class PlanSpec:
     @cached_property
     def layout(self) -> Layout:
         """The layout of each replica."""
-        return Layout(target_ranks=self.target_ranks, draft_ranks=self.draft_ranks, draft_kind=self.draft_kind)
+        return Layout(
+            target_ranks=self.target_ranks, draft_ranks=self.draft_ranks, draft_kind=self.draft_kind,
+            num_stages=self.num_stages,
+        )  # fmt: skip
+
+    @cached_property
+    def stages(self) -> tuple[range, ...]:
+        """The layers of each stage of the target; PlacementError if they cannot be shared out."""
+        return stage_layers(self.target.shape, self.num_stages, self.layers)
 
     @cached_property
     def num_slots(self) -> int:
@@ -354,6 +374,8 @@ def make_spec(
         target=replace(target, by_library=backend.by_library),
         backend=backend,
         target_ranks=layout.target_ranks,
+        num_stages=layout.num_stages,
+        layers=tuple(placement.target.layers) if placement.target.layers else None,
         spare_devices=tuple(
             gpu for gpu in range(first, first + num_gpus) if backend.is_layer_wise and gpu not in layout.ranks
         ),
@@ -403,12 +425,12 @@ def draws_over_shards(
     record, block = rule_of(rule), tokens_of_a_block(vocab_size)
     target, draft = (
         len(ranks) > 1 and not any(part.start % block for part in vocabulary_parts(vocab_size, len(ranks)))
-        for ranks in (layout.target_ranks, layout.draft_ranks)
+        for ranks in (layout.scoring_ranks, layout.draft_ranks)
     )
     target = target and (record.over_shards or not record.needs_probs)
     draft = draft and draft_vocab_size == vocab_size and not is_certain
     if record.needs_probs and layout.draft_ranks and not is_certain:
-        target = draft = target and draft and layout.draft_ranks == layout.target_ranks
+        target = draft = target and draft and layout.draft_ranks == layout.scoring_ranks
     return target, draft
 
 
@@ -425,27 +447,32 @@ def block_sizes(most: int) -> list[int]:
     return [size for size in range(most, 0, -1) if most % size == 0]
 
 
-def on_block(spec: PlanSpec, size: int, *, thorough: bool = False) -> Iterator[PlanSpec]:
-    """The spec with all layouts of a replica of `size` ranks."""
-    ranks = tuple(range(size))
+def on_block(spec: PlanSpec, size: int, *, thorough: bool = False, num_stages: int = 1) -> Iterator[PlanSpec]:
+    """The spec with all layouts of a replica of `size` ranks, whose target has `num_stages` of equal numbers of ranks.
+
+    A draft is beside the last of several stages.
+    """
+    ranks, spec = tuple(range(size)), replace(spec, num_stages=num_stages, layers=None)
+    near = ranks[: size // num_stages]
     if spec.draft is None:
         yield replace(spec, target_ranks=ranks, draft_ranks=())
         return
     yield replace(spec, target_ranks=ranks, draft_kind=DraftLayout.one_rank, draft_ranks=ranks[:1])
-    if size == 1:
+    if len(near) == 1:
         return
-    for num_ranks in range(2, size + 1) if thorough else [size]:
+    for num_ranks in range(2, len(near) + 1) if thorough else [len(near)]:
         yield replace(spec, target_ranks=ranks, draft_kind=DraftLayout.sharded, draft_ranks=ranks[:num_ranks])
     if spec.batch_size > 1:
-        yield replace(spec, target_ranks=ranks, draft_kind=DraftLayout.replicated, draft_ranks=ranks)
-    for num_ranks in range(1, size) if thorough else [1]:
+        yield replace(spec, target_ranks=ranks, draft_kind=DraftLayout.replicated, draft_ranks=near)
+    for num_ranks in (range(1, size) if thorough else [1]) if num_stages == 1 else ():
         apart = ranks[-num_ranks:]
         yield replace(spec, target_ranks=ranks[:-num_ranks], draft_kind=DraftLayout.own_gpu, draft_ranks=apart)
 
 
 def without_draft(spec: PlanSpec) -> PlanSpec:
     """The spec without a draft, whose own ranks the target has then."""
-    ranks = spec.target_ranks if spec.backend.by_library else spec.layout.ranks
+    is_fixed = spec.backend.by_library or spec.num_stages > 1
+    ranks = spec.target_ranks if is_fixed else spec.layout.ranks
     return replace(
         spec, draft=None, free_draft=None, vocabulary=SAME, draft_ranks=(), target_ranks=ranks, tree=None,
         overlap=False,

@@ -19,6 +19,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
+from itertools import pairwise
 from operator import truediv
 from typing import Any, TypeAlias
 
@@ -120,7 +121,19 @@ class CostModel:
         over = ShardDraws(spec.rule, spec.is_certain or not spec.draft, spec.device == "cuda")
         takes_best = spec.takes_best and not spec.backend.by_library
         of_target = best if takes_best else over if over_target else None
-        self.target = place(model=spec.target, backend=spec.backend, ranks=spec.target_devices, draws=of_target)
+        of_stages = (spec.target_devices,) if spec.num_stages == 1 else spec.layout.stages
+        self.stages = tuple(
+            place(
+                model=spec.target,
+                backend=spec.backend,
+                ranks=of_stage,
+                draws=of_target,
+                stages=spec.stages,
+                stage=number,
+            )
+            for number, of_stage in enumerate(of_stages)
+        )
+        self.target = self.stages[-1]  # which makes the logits
         ranks = spec.draft_ranks[:1] if spec.draft_kind is DraftLayout.replicated else spec.draft_ranks
         of_draft = partial(place, ranks=ranks, whole=spec.draft_whole)
         draws = best if spec.draft_finds_best else over if over_draft else None
@@ -128,7 +141,9 @@ class CostModel:
         self.own_part = None
         if layers := spec.free_terms.layers:
             shape = replace(spec.target.shape, num_hidden_layers=layers)
-            self.own_part = replace(self.target, model=replace(spec.target, shape=shape), draws=None)
+            self.own_part = replace(
+                self.target, model=replace(spec.target, shape=shape), draws=None, stages=(range(layers),)
+            )
         self._middle = spec.prompt_tokens + spec.max_new_tokens // 2
         self._bucket = bucket_of(self._middle + spec.round_positions, spec.num_slots, hardware)
         # Of a text in its own tokens the host knows only a bound of the length.
@@ -142,17 +157,44 @@ class CostModel:
         limit.
         """
         spec, placement = self.spec, self.target
-        shares = [inventory(spec.target.shape)] if placement.backend.is_layer_wise else placement.shares
-        weights = max(step_bytes(held, spec.target, device=spec.device) for held in shares)
+        of_stages = (
+            [[inventory(spec.target.shape)]]
+            if placement.backend.is_layer_wise
+            else [stage.shares for stage in self.stages]
+        )
+        weights = sum(max(step_bytes(held, spec.target, device=spec.device) for held in shares) for shares in of_stages)
         return weights + spec.batch_size * self._middle * spec.target.slot_bytes(placement.most_heads[1])
 
     def forward(self, placement: ModelPlacement, num_positions: int) -> ForwardTime:
-        """A forward in the middle of decoding; a draft computes logits only for the last position."""
-        return forward_time(
-            placement, self.hardware, batch_size=self._rows_of(placement), num_positions=num_positions,
-            num_scored=1 if placement is self.draft else num_positions,
-            bucket=self._draft_bucket if placement is self.draft else self._bucket,
-        )  # fmt: skip
+        """A forward in the middle of decoding, through all stages; a draft scores only the last position."""
+        times = self._forwards(placement, num_positions)
+        messages_s = self.hops_s(self.spec.batch_size * num_positions) if len(times) > 1 else 0.0
+        return ForwardTime.sum(times, messages_s=messages_s)
+
+    def _forwards(self, placement: ModelPlacement, num_positions: int) -> list[ForwardTime]:
+        return [
+            forward_time(
+                stage, self.hardware, batch_size=self._rows_of(placement), num_positions=num_positions,
+                num_scored=1 if placement is self.draft else num_positions,
+                bucket=self._draft_bucket if placement is self.draft else self._bucket,
+            )
+            for stage in self._stages_of(placement)
+        ]  # fmt: skip
+
+    def _stages_of(self, placement: ModelPlacement) -> tuple[ModelPlacement, ...]:
+        return self.stages if placement is self.target else (placement,)
+
+    def stages_s(self, num_positions: int) -> tuple[float, ...]:
+        """Each stage's part of a forward in the middle of decoding, without messages between them."""
+        return tuple(each.total_s for each in self._forwards(self.target, num_positions))
+
+    def hops_s(self, num_tokens: int) -> float:
+        """Messages of hidden states from stage to stage; each rank sends its slice to one of the next stage."""
+        pairs = pairwise(self.spec.layout.stages)
+        return sum(
+            message_s(self.hardware, (ranks[0], others[0]), num_tokens * hop_bytes / len(ranks))
+            for (ranks, others), hop_bytes in zip(pairs, self.spec.hop_bytes, strict=True)
+        )
 
     def collectives(self, num_draft_tokens: int) -> tuple[int, int]:
         """Number of collectives of a round, with the ones between the models, and their bytes on each rank."""
@@ -164,8 +206,8 @@ class CostModel:
             forwards += [(self.own_part, number) for number in self._own_forwards(num_draft_tokens)]
         sent = [(1, message.num_bytes) for message in round_messages(self.spec, num_draft_tokens).values()]
         for placement, number in forwards:
-            rows = self._rows_of(placement)
-            sent.append(placement.collectives(rows, number, number if placement is self.target else 1))
+            rows, num_scored = self._rows_of(placement), number if placement is self.target else 1
+            sent += [stage.collectives(rows, number, num_scored) for stage in self._stages_of(placement)]
         return sum(number for number, _ in sent), sum(num_bytes for _, num_bytes in sent)
 
     def _rows_of(self, placement: ModelPlacement) -> int:
@@ -174,9 +216,10 @@ class CostModel:
     def prefill_s(self, placement: ModelPlacement) -> float:
         """The prompts of all rows, that of several samples once: a few tokens as one graph, more in chunks.
 
-        A GPU computes a chunk while Python launches the next operators.
+        A GPU computes a chunk while Python launches the next operators. A stage reads the next chunk while later stages
+        read the one before.
         """
-        seconds, prompt = 0.0, self.spec.prompt_tokens
+        stages, seconds, prompt = self._stages_of(placement), 0.0, self.spec.prompt_tokens
         num_rows = -(-self._rows_of(placement) // self.spec.num_samples)
         if placement is self.draft and self.spec.num_kept is not None:
             prompt = min(prompt, self.spec.num_kept)
@@ -184,21 +227,26 @@ class CostModel:
             prompt = min(prompt, math.ceil(self.spec.mean_prompt_tokens or prompt))
         has_graph = by_length and placement.cuda_graphs and not (placement is self.draft and self.spec.has_head)
         if size := has_graph * engine.short_size(num_rows * prompt):
-            return forward_time(
-                placement, self.hardware, batch_size=1, num_positions=size, num_scored=min(size, num_rows),
+            short = partial(
+                forward_time, hardware=self.hardware, batch_size=1, num_positions=size, num_scored=min(size, num_rows),
                 bucket=bucket_of(prompt, self.spec.num_slots, self.hardware),
-            ).total_s  # fmt: skip
+            )  # fmt: skip
+            return sum(short(stage).total_s for stage in stages) + (self.hops_s(size) if len(stages) > 1 else 0.0)
         for start in range(0, prompt, engine.PREFILL_CHUNK):
             stop = min(start + engine.PREFILL_CHUNK, prompt)
             of = partial(
                 forward_time, hardware=self.hardware, batch_size=num_rows, num_positions=stop - start,
                 num_scored=1, bucket=bucket_of(stop, self.spec.num_slots, self.hardware),
             )  # fmt: skip
-            if self.spec.device == "cuda":
-                work, launches = (of(replace(placement, cuda_graphs=graphs)) for graphs in (True, False))
-                seconds += max(work.total_s, launches.operators_s)
-            else:
-                seconds += of(placement).total_s
+            of_stages = []
+            for stage in stages:
+                of_stages.append(of(stage).total_s)
+                if self.spec.device == "cuda":
+                    work, launches = (of(replace(stage, cuda_graphs=graphs)) for graphs in (True, False))
+                    of_stages[-1] = max(work.total_s, launches.operators_s)
+            if len(stages) > 1:
+                of_stages = [seconds + self.hops_s(num_rows * (stop - start)) / len(stages) for seconds in of_stages]
+            seconds += max(of_stages) if start else sum(of_stages)
         return seconds
 
     def draw_s(self, placement: ModelPlacement) -> float:
@@ -308,6 +356,13 @@ class CostModel:
         tokens = self.spec.prompt_tokens + self.spec.max_new_tokens
         positions = min(self.spec.scored_positions, tokens)
         return -(-tokens // positions) * self.forward(self.target, positions).total_s if positions else 0.0
+
+
+def bubble(costs: CostModel, num_positions: int) -> float:
+    """The share of a step in which a rank waits for other stages: of one rank on average, without draws and drafts."""
+    stages_s = costs.stages_s(num_positions)
+    hops_s = costs.hops_s(costs.spec.batch_size * num_positions) if len(stages_s) > 1 else 0.0
+    return 1 - sum(stages_s) / len(stages_s) / (sum(stages_s) + hops_s)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -112,14 +112,16 @@ def model_bytes(held: Inventory, model: PlannedModel, *, device: str) -> WeightB
             sharded, repeated = sharded + stored, repeated + row_scales + bias
         products.setdefault(product, []).append((stored if layout else size * matrix.num_elements, stored + row_scales))
     tables = [(matrix, size, size * matrix.num_elements) for matrix in held.embeddings]
-    if held.head or (held.embeddings and matrix_size != size):
+    if held.head or (held.embeddings and held.scores and matrix_size != size):
         output = kept(held.output)
         tables.append((output, matrix_size, matrix_size * output.num_elements))
     table_bytes = {True: 0, False: 0}
     for matrix, value_bytes, stored in tables:
         table_bytes[matrix.cut is None] += stored + (value_bytes * matrix.num_rows if matrix.has_bias else 0)
     temporary = _temporary_bytes([*products.values()], storage, is_half=matrix_size != size)
-    if matrix_size != size and tables:  # the head, which library modules load last, and the lean decoder first
+    if (
+        matrix_size != size and held.scores and tables
+    ):  # the head, which library modules load last, and the lean decoder first
         without = held.num_layers * (sharded + repeated) if model.is_lean else 0
         read = size * held.output.num_elements if held.head else 0
         temporary = max(temporary, read + tables[-1][2] - without)
@@ -160,7 +162,7 @@ def _in_blocks(matrix: Matrix) -> Matrix:
 
 def step_bytes(held: Inventory, model: PlannedModel, *, device: str) -> int:
     """Bytes of a rank's weights that one forward reads; an embedding counts only if it is also the head."""
-    is_head = held.head is None and model.matrix_dtype(device) is model.dtype
+    is_head = held.scores and held.head is None and model.matrix_dtype(device) is model.dtype
     tables = 0 if is_head else sum(table.num_elements for table in held.embeddings)
     read = replace(held, layer=tuple(replace(matrix, copies=matrix.num_used(1)) for matrix in held.layer))
     return (
@@ -183,6 +185,14 @@ def rank_shares(
     held = shares(shape, num_ranks=num_ranks, quantization=model.quantization, whole=whole)
     _check_groups(model, held)
     return held
+
+
+def of_stage(held: Sequence[Inventory], stages: Sequence[range], number: int) -> tuple[Inventory, ...]:
+    """The parameters of the ranks of a stage, which share its layers, from those of ranks that share all layers."""
+    if len(stages) == 1:
+        return tuple(held)
+    first, last = number == 0, number == len(stages) - 1
+    return tuple(share.of_layers(len(stages[number]), first=first, last=last) for share in held)
 
 
 def _check_groups(model: PlannedModel, held: tuple[Inventory, ...]) -> None:

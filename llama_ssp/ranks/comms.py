@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from enum import Enum
 from functools import cache, partial
+from itertools import pairwise
 from typing import Protocol, Self
 
 import torch
@@ -338,8 +339,9 @@ class Mesh:
         replica: the ranks that work on the same text as this one.
         number: of the replica.
         layout: which rank of a replica holds what.
-        target: the ranks that share the target; None if this rank has no part of it.
+        target: the ranks that share the target, or its layers of a stage; None if this rank has no part of it.
         draft: the ranks that share the draft, only this one if it is replicated; None if this rank has no part of it.
+        before, behind: see `ranks.stages.ModelStage`.
     """
 
     world: Comm
@@ -348,6 +350,8 @@ class Mesh:
     layout: Layout
     target: Comm | None
     draft: Comm | None
+    before: Comm | None = None
+    behind: Comm | None = None
 
     @property
     def replica_ranks(self) -> range:
@@ -356,7 +360,7 @@ class Mesh:
 
     def set_timeout(self, seconds: float) -> None:
         """Set the timeout of later collectives of all groups."""
-        for comm in (self.world, self.replica, self.target, self.draft):
+        for comm in (self.world, self.replica, self.target, self.draft, self.before, self.behind):
             if comm:
                 comm.set_timeout(seconds)
 
@@ -372,8 +376,17 @@ def build_mesh(layout: Layout, world: Comm, *, num_replicas: int = 1) -> Mesh:
         groups = [world.subgroup(tuple(replica * size + rank for rank in inside)) for replica in range(num_replicas)]
         return groups[number]
 
-    replica, target = mine(range(size)), mine(layout.target_ranks)
+    def ours(groups: Iterable[Iterable[int]]) -> list[Comm | None]:
+        """This rank's groups of several, which all ranks make."""
+        return [*filter(None, [mine(sorted(inside)) for inside in groups])]
+
+    replica, targets = mine(range(size)), ours(layout.stages)
+    neighbours = {number: ours(zip(*pair, strict=True)) for number, pair in enumerate(pairwise(layout.stages))}
+    own = next((number for number, ranks in enumerate(layout.stages) if rank in ranks), -1)
     assert replica, "a replica has all ranks of its block"
     alone = world.alone() if rank in layout.draft_ranks else None
     draft = alone if layout.splits_batch else mine(layout.draft_ranks)
-    return Mesh(world=world, replica=replica, number=number, layout=layout, target=target, draft=draft)
+    return Mesh(
+        world=world, replica=replica, number=number, layout=layout, target=next(iter(targets), None), draft=draft,
+        before=next(iter(neighbours.get(own - 1, ())), None), behind=next(iter(neighbours.get(own, ())), None),
+    )  # fmt: skip

@@ -106,7 +106,10 @@ def find_sources(
         if backend.check:
             check = imported(backend.check, setting=BACKENDS.setting)
             check(world, layout, origins[0].shape, entries[0].quantization)
-        target = _check(entries[0], origins[0], loaded[0].tokenizer, num_target_ranks, device=device)
+        num_stages = layout.num_stages
+        target = _check(
+            entries[0], origins[0], loaded[0].tokenizer, num_target_ranks, device=device, num_stages=num_stages
+        )
         draft = None
         if len(entries) > 1:
             draft = _check(entries[1], origins[1], loaded[1].tokenizer, num_draft_ranks, DRAFT_WHOLE, device=device)
@@ -177,7 +180,7 @@ def _check_alike(what: str, new: WeightSource, running: WeightSource) -> None:
 def _num_ranks(config: RunConfig, world: World) -> tuple[Layout, int, int]:
     """The layout of a replica, and the ranks that share the target and the draft."""
     layout = lay_out(config.placement, world_size=world.comm.size, has_draft=config.draft.model is not None)
-    num_target_ranks = 1 if backend_of(config.placement.target.kind).by_library else len(layout.target_ranks)
+    num_target_ranks = 1 if backend_of(config.placement.target.kind).by_library else len(layout.scoring_ranks)
     return layout, num_target_ranks, 1 if layout.splits_batch else len(layout.draft_ranks)
 
 
@@ -235,9 +238,12 @@ def _has_head(origin: WeightSource, kind: DraftHead) -> bool:
 
 def _check(
     entry: ModelConfig, origin: WeightSource, tokenizer: PreTrainedTokenizerBase | None, num_ranks: int,
-    whole: WholeParts = WholeParts.none, *, device: str,
+    whole: WholeParts = WholeParts.none, *, device: str, num_stages: int = 1,
 ) -> Source:  # fmt: skip
-    """Check a model for `num_ranks`; a `tokenizer` of None is read from its folder, or a head's from its target's."""
+    """Check a model for `num_ranks` of each stage.
+
+    A `tokenizer` of None is read from its folder, or a head's from its target's.
+    """
     from llama_ssp.models.loading import check_model  # noqa: PLC0415 - slow import
 
     dtype = number_format(entry, device=device)
@@ -245,7 +251,7 @@ def _check(
     grouped_bytes = 0 if device == "cpu" else (torch_dtype or origin.dtype).itemsize
     check_model(
         origin, num_ranks=num_ranks, quantization=entry.quantization, whole=whole, compiles=device == "cpu",
-        grouped_bytes=grouped_bytes,
+        grouped_bytes=grouped_bytes, num_stages=num_stages,
     )  # fmt: skip
     if not record_of(origin.shape.model_type).is_written and (isinstance(origin, Checkpoint) or tap_source(origin)):
         from llama_ssp.models.huggingface.described import with_modules  # noqa: PLC0415 - slow import

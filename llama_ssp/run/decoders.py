@@ -11,12 +11,14 @@ from transformers import PreTrainedTokenizerBase
 
 from llama_ssp import operators
 from llama_ssp.architectures.matrices import DRAFT_WHOLE
+from llama_ssp.architectures.stages import stage_layers
 from llama_ssp.models.cache import Taps
 from llama_ssp.models.runner import NullRunner, Runner
 from llama_ssp.models.weights import Loading
 from llama_ssp.planning.spec import draws_over_shards
 from llama_ssp.ranks.comms import Mesh, build_mesh
 from llama_ssp.ranks.failures import raise_on_all_ranks
+from llama_ssp.ranks.stages import ModelStage
 from llama_ssp.ranks.world import World, has_own_threads, on_all_cores, on_free_cores
 from llama_ssp.registry import imported
 from llama_ssp.run.checkpoints import Source
@@ -81,7 +83,9 @@ class Models:
     def make_taps(self) -> Taps | None:
         """The taps of the target that a draft head will read, on the ranks that keep them; None elsewhere."""
         head = tap_source(self.sources[-1].origin) if self.sources else None
-        if head is None or not (self.draft or self.mesh.layout.is_apart):
+        layout = self.mesh.layout
+        passes_on = layout.num_stages > 1 and self.mesh.target
+        if head is None or not (self.draft or layout.is_apart or passes_on):
             return None
         dtype, width = self.sources[0].dtype or head.target.dtype, head.target.shape.hidden_size
         return Taps(head.layers, width=width, dtype=dtype, device=self.target.device)
@@ -131,7 +135,8 @@ def load_models(
         target: Runner = NullRunner(device=world.device, vocab_size=vocab_size, max_position_embeddings=context)
         if mesh.target:
             load = imported(backend.load, setting=BACKENDS.setting)
-            how = {"comm": mesh.target, "devices": world.free_devices}
+            stage = _stage_of(mesh, config, target_source)
+            how = {"comm": mesh.target, "stage": stage, "devices": world.free_devices}
             target = _loaded("target", target_source, load, world, progress, **how)
     target.agree(mesh.replica)
     alone = Models(
@@ -202,11 +207,12 @@ def update_models(
     mesh.set_timeout(config.timeouts.load_s)
     with raise_on_all_ranks(world.comm):
         if target_source and mesh.target:
-            target = _updated(target, target_source, comm=mesh.target, device=world.device)
+            how: dict[str, Any] = {"comm": mesh.target, "stage": _stage_of(mesh, config, target_source)}
+            target = _updated(target, target_source, device=world.device, **how)
         if draft_source and draft and mesh.draft:
             shared = target if mesh.layout.draft_ranks == mesh.layout.target_ranks else None
-            how = {"comm": mesh.draft, "device": world.device, "whole": DRAFT_WHOLE, "target": shared}
-            draft = _updated(draft, draft_source, **how)
+            how = {"comm": mesh.draft, "whole": DRAFT_WHOLE, "target": shared}
+            draft = _updated(draft, draft_source, device=world.device, **how)
     target.agree(mesh.replica)
     if draft and mesh.draft:
         draft.agree(mesh.draft)
@@ -215,6 +221,16 @@ def update_models(
     all_keep = all(world.comm.gather_text("kept" if is_kept else ""))
     mesh.set_timeout(config.timeouts.decode_s)
     return replace(models, target=target, draft=draft, reuse=reuse), all_keep
+
+
+def _stage_of(mesh: Mesh, config: RunConfig, source: Source) -> ModelStage:
+    """This rank's stage of the target."""
+    layout, given = mesh.layout, config.placement.target.layers
+    number = next(place for place, ranks in enumerate(layout.stages) if mesh.replica.rank in ranks)
+    layers = stage_layers(source.origin.shape, layout.num_stages, given)[number]
+    return ModelStage(
+        number=number, num_stages=layout.num_stages, before=mesh.before, behind=mesh.behind, layers=layers
+    )
 
 
 def _updated(runner: Any, source: Source, **how: Any) -> Runner:  # noqa: ANN401 - with a dtype; fields of `Loading`
@@ -257,7 +273,9 @@ def cuts_of(models: Models, config: RunConfig) -> tuple[bool, bool]:
 
 def _shards_of(models: Models, config: RunConfig) -> tuple[Shard, Shard]:
     """The parts of the vocabulary that this rank draws from, with the target and with the draft."""
-    of_models = zip(cuts_of(models, config), (models.mesh.target, models.mesh.draft), strict=True)
+    mesh = models.mesh
+    scoring = mesh.target if mesh.replica.rank in mesh.layout.scoring_ranks else None
+    of_models = zip(cuts_of(models, config), (scoring, mesh.draft), strict=True)
     target, draft = (Shard(comm, models.target.vocab_size) if is_cut and comm else WHOLE for is_cut, comm in of_models)
     return target, draft
 
@@ -271,7 +289,7 @@ def build_decoder(
     """
     check_values(config)
     mesh, device = models.mesh, models.target.device
-    is_cut = len(mesh.layout.target_ranks) > 1 and not backend_of(config.placement.target.kind).by_library
+    is_cut = len(mesh.layout.scoring_ranks) > 1 and not backend_of(config.placement.target.kind).by_library
     split = BatchSplit(mesh.replica, mesh.layout.draft_ranks) if speculative and mesh.layout.splits_batch else None
     taps, tree = (models.make_taps(), tree_of(config, device)) if speculative else (None, None)
     of_trees = partial(verify_tree, tree) if tree else None

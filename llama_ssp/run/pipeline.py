@@ -171,11 +171,11 @@ def choose_placement(config: RunConfig, world: World, say: Callable[[str], None]
     def choose() -> list[object]:
         spec, sentence = dry_run.choose_for_run(config, world_size=world.comm.size, on_cpu=world.device.type == "cpu")
         say(sentence)
-        return [spec.target_ranks, spec.draft_ranks, spec.draft_kind.name]
+        return [spec.target_ranks, spec.num_stages, spec.draft_ranks, spec.draft_kind.name]
 
-    target_ranks, draft_ranks, kind = from_rank_0(world.comm, choose)
+    target_ranks, num_stages, draft_ranks, kind = from_rank_0(world.comm, choose)
     return PlacementConfig(
-        target=TargetPlacement(ranks=target_ranks),
+        target=TargetPlacement(ranks=target_ranks, stages=num_stages),
         draft=DraftPlacement(kind=DraftLayout[kind], ranks=draft_ranks or None),
         num_replicas=config.placement.num_replicas,
     )

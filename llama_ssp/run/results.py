@@ -53,9 +53,12 @@ def finalize(session: Session) -> None:
     layout, num_replicas = session.models.mesh.layout, config.placement.num_replicas
     replica_size = comm.size // num_replicas
     num_experts, num_expected, num_layers = map(sum, zip(*experts, strict=True))
-    kind, ranks = config.placement.target.kind, layout.target_ranks
+    kind, ranks, stages = config.placement.target.kind, layout.target_ranks, layout.num_stages
     baseline = config.place.baseline if config.place else None
-    placement: dict[str, Any] = {"target": {"kind": kind, "ranks": [*ranks], "tp_size": len(ranks)}}
+    placement: dict[str, Any] = {
+        "target": {"kind": kind, "ranks": [*ranks], "tp_size": len(layout.scoring_ranks)}
+        | ({"stages": stages} if stages > 1 else {})
+    }
     if ranks := layout.draft_ranks:
         tp_size = 1 if layout.splits_batch else len(ranks)
         placement["draft"] = {"kind": layout.draft_kind.name, "ranks": [*ranks], "tp_size": tp_size}

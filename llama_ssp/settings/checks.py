@@ -124,6 +124,7 @@ _RANGES: tuple[Range, ...] = (
     ("sampling.logit_bias", lambda b: all(abs(n) <= _MOST_BIAS for n in b.values()), _BIASES),
     ("logprobs", lambda n: n in _NUM_TOP, _TOP),
     ("prompt_logprobs", lambda n: n in _NUM_TOP, _TOP),
+    ("placement.target.stages", lambda n: n >= 1, "at least 1, for example 2"),
     ("max_new_tokens", lambda n: n >= 1, "at least 1, for example 64"),
     ("batch_size", lambda n: n >= 1, "at least 1 sequence"),
     ("prompt_tokens", lambda n: n >= 1, "at least 1, for example 128"),
@@ -142,7 +143,7 @@ def required_of(name: str) -> str | None:
 
 
 def _values(config: RunConfig) -> Iterator[str]:
-    yield from (*_ranges(config), *_shapes_of_rounds(config))
+    yield from (*_ranges(config), *_shapes_of_rounds(config), *_stages(config))
     draft, rule = config.draft.kind, config.verification.rule
     kind, weights = BACKENDS.problem_of(config.placement.target.kind), WEIGHTS.problem_of(config.weights)
     yield from filter(None, (drafters.DRAFTERS.problem_of(draft), RULES.problem_of(rule), kind, weights))
@@ -191,6 +192,22 @@ def _shapes_of_rounds(config: RunConfig) -> Iterator[str]:
         most = min([int(number) for number in drafted if number in _NUM_DRAFTED], default=max(lengths))
         if min(lengths) < 0 or max(lengths) > most:
             yield f"{said('speculation.forced_lengths', lengths)} needs numbers from 0 to K, here {most}"
+
+
+def _stages(config: RunConfig) -> Iterator[str]:
+    """Yield why the layers of the target cannot be divided into stages."""
+    target, shape = config.placement.target, config.model.shape
+    stages, layers = said("placement.target.stages", target.stages), said("placement.target.layers", target.layers)
+    num_layers = shape.num_hidden_layers if shape else None
+    if num_layers and target.stages > num_layers:
+        yield f"{stages} is more than the {num_layers} layers of {said('model', config.model.name)}: use fewer stages"
+    elif target.layers is not None and (len(target.layers) != target.stages or min(target.layers, default=0) < 1):
+        yield f"{layers} must have a number of layers, at least 1, for each of {stages}"
+    elif target.layers is not None and num_layers and sum(target.layers) != num_layers:
+        yield (
+            f"{layers} add up to {sum(target.layers)} layers, and {said('model', config.model.name)} has {num_layers}: "
+            "give all of them, or leave the list out"
+        )
 
 
 def _files(config: RunConfig) -> Iterator[str]:
@@ -307,7 +324,7 @@ def _placement(config: RunConfig, world_size: int) -> Iterator[str]:
     laid_out = layout.lay_out(placement, world_size=world_size, has_draft=has_draft)
     if sentence := layout.idle(laid_out, num_ranks=world_size // placement.num_replicas):
         yield sentence
-    yield from _heads("model", config.model, laid_out.target_ranks, remedy="start at most ")
+    yield from _heads("model", config.model, laid_out.scoring_ranks, remedy="start at most ")
     if config.draft.model and not laid_out.splits_batch:
         yield from _heads("draft", config.draft.model, laid_out.draft_ranks, remedy="at most placement.draft.tp_size=")
 

@@ -37,6 +37,7 @@ ABILITIES: dict[str, Callable[[RunConfig], object]] = {
     "a library's placement": lambda config: (
         (backend := BACKENDS.find(config.placement.target.kind)) and backend.by_library
     ),
+    "stages": lambda config: config.placement.target.stages > 1,
     "replicas": lambda config: config.placement.num_replicas > 1,
     "sampling": lambda config: config.sampling.temperature > 0,
     "sampling by a rule without trees": lambda config: (
@@ -92,6 +93,8 @@ CLASHES: dict[tuple[str, str], str] = {
     ("a rule without sampling", "requests by row"):
         "requests choose their temperature, and {rule} keeps the target's distribution at temperature 0 only: use "
         "{exact_rules}",
+    ("stages", "a library's placement"):
+        "{stages} needs placement.target.kind=tensor, and {target_kind} was given",
     ("requests by row", "replicas"): "requests are answered by one replica: leave placement.num_replicas out",
 }  # fmt: skip
 """Two abilities, and why no run has both; `_words` fills in the words in braces."""
@@ -160,7 +163,8 @@ def _words(config: RunConfig) -> dict[str, object]:
         "rules_of_trees": " or ".join(said("verification", name) for name in _rules_of_trees()),
         "exact_rules": listed(at_every_temperature(), "or"), "timed": listed(timed, "or"),
         "temperature": key_of("sampling.temperature"), "degrees": temperature, "task": config.task.name,
-        "target_kind": placement.target.kind, "draft_placement": chosen,
+        "stages": said("placement.target.stages", placement.target.stages), "target_kind": placement.target.kind,
+        "draft_placement": chosen,
         "layer": state and state.recurrent, "family": state and state.model_type,
         **{name: value for ability in MORE.all().values() for name, value in ability.words(config).items()},
     }  # fmt: skip

@@ -4,7 +4,7 @@ Ranks are numbered from 0 within one replica of target and draft.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from llama_ssp.settings.backends import BACKENDS, Backend, backend_of
@@ -13,11 +13,15 @@ from llama_ssp.settings.schema import DraftLayout, DraftPlacement, PlacementConf
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """The ranks of one replica that hold target and draft, or a slice of them, in increasing order."""
+    """The ranks of one replica that hold target and draft, or a slice of them, in increasing order.
+
+    The target's ranks are divided into `num_stages` equal parts, each with consecutive layers.
+    """
 
     target_ranks: tuple[int, ...]
     draft_ranks: tuple[int, ...]
     draft_kind: DraftLayout
+    num_stages: int = 1
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
@@ -25,19 +29,31 @@ class Layout:
         return tuple(sorted({*self.target_ranks, *self.draft_ranks}))
 
     @cached_property
+    def stages(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each stage, which share its layers; the first ranks have the last one, and so the logits."""
+        ranks, size = self.target_ranks, max(len(self.target_ranks) // self.num_stages, 1)
+        last, *before = [ranks[number * size : (number + 1) * size] for number in range(self.num_stages)]
+        return *before, last
+
+    @property
+    def scoring_ranks(self) -> tuple[int, ...]:
+        """The ranks that have the target's logits: its last stage."""
+        return self.stages[-1]
+
+    @cached_property
     def draft_source_rank(self) -> int:
-        """The rank that sends the drafted ids: the first that holds both models, else the draft's first."""
-        return next((rank for rank in self.draft_ranks if rank in self.target_ranks), self.draft_ranks[0])
+        """The rank that sends the drafted ids: the first that has the target's logits too, else the draft's first."""
+        return next((rank for rank in self.draft_ranks if rank in self.scoring_ranks), self.draft_ranks[0])
 
     @cached_property
     def is_apart(self) -> bool:
-        """Whether there is a draft, on ranks without the target."""
-        return bool(self.draft_ranks) and self.draft_source_rank not in self.target_ranks
+        """Whether there is a draft, on ranks without the target's logits."""
+        return bool(self.draft_ranks) and self.draft_source_rank not in self.scoring_ranks
 
     @cached_property
     def verify_rank(self) -> int:
         """The rank that runs the rule. It has the target's logits, and if possible the draft's probabilities too."""
-        return self.draft_source_rank if self.draft_ranks and not self.is_apart else self.target_ranks[0]
+        return self.draft_source_rank if self.draft_ranks and not self.is_apart else self.scoring_ranks[0]
 
     @cached_property
     def splits_batch(self) -> bool:
@@ -47,7 +63,7 @@ class Layout:
     def __str__(self) -> str:
         """Summary for log files."""
         draft = f"draft on {named(self.draft_ranks)} ({self.draft_kind.name})" if self.draft_ranks else "no draft"
-        return f"target on {named(self.target_ranks)}, {draft}"
+        return f"target on {' and '.join(map(named, self.stages))}, {draft}"
 
 
 def lay_out(placement: PlacementConfig, *, world_size: int, has_draft: bool) -> Layout:
@@ -60,12 +76,15 @@ def lay_out(placement: PlacementConfig, *, world_size: int, has_draft: bool) -> 
         free = [rank for rank in everyone if rank not in (target.ranks or ())]
         draft_ranks = free[-(draft.tp_size or 1) :]
     left = [rank for rank in everyone if not (apart and rank in draft_ranks)]
-    target_ranks = sorted(target.ranks or left[: 1 if backend_of(target.kind).is_layer_wise else target.tp_size])
+    most = 1 if backend_of(target.kind).is_layer_wise else target.tp_size and target.tp_size * target.stages
+    target_ranks = sorted(target.ranks or left[:most])
+    num_stages = max(target.stages, 1)  # `checks` names others
+    layout = Layout(target_ranks=tuple(target_ranks), draft_ranks=(), draft_kind=draft.kind, num_stages=num_stages)
     if has_draft and not apart and not draft_ranks:
-        draft_ranks = target_ranks[: 1 if draft.kind is DraftLayout.one_rank else draft.tp_size]
-    return Layout(
-        target_ranks=tuple(target_ranks), draft_ranks=tuple(draft_ranks if has_draft else ()), draft_kind=draft.kind
-    )
+        near = layout.scoring_ranks
+        size = 1 if draft.kind is DraftLayout.one_rank else draft.tp_size or len(near)
+        draft_ranks = sorted([*near, *(rank for rank in target_ranks if rank not in near)][:size])
+    return replace(layout, draft_ranks=tuple(draft_ranks if has_draft else ()))
 
 
 def problems_of(
@@ -86,7 +105,11 @@ def problems_of(
         yield f"placement.num_replicas={num_replicas} must share {world_size} ranks out evenly: use {divisors}"
         return
     num_ranks = world_size // num_replicas
-    faults = [*_faults("target", target, num_ranks)]
+    if target.stages < 1:  # `checks` names it
+        return
+    faults = [*_faults("target", target, num_ranks, num_stages=target.stages)]
+    if not faults:
+        faults += _faults_of_stages(placement, world_size=world_size, has_draft=has_draft)
     if backend.by_library:
         faults += _faults_of_library(backend, target, num_replicas)
     if has_draft:
@@ -98,14 +121,30 @@ def problems_of(
         yield from backend.problems(layout.target_ranks, layout.draft_ranks) if backend.problems else ()
 
 
-def _faults(part: str, given: TargetPlacement | DraftPlacement, num_ranks: int) -> Iterator[str]:
-    ranks, size = given.ranks, given.tp_size
+def _faults(
+    part: str, given: TargetPlacement | DraftPlacement, num_ranks: int, *, num_stages: int = 1
+) -> Iterator[str]:
+    ranks, size, of_stages = given.ranks, given.tp_size, f" over {num_stages} stages" if num_stages > 1 else ""
     if ranks is not None and (not ranks or len(set(ranks)) < len(ranks) or not set(ranks) <= set(range(num_ranks))):
         yield f"placement.{part}.ranks={ranks} must name different ranks between 0 and {num_ranks - 1}"
-    elif size is not None and not 1 <= size <= num_ranks:
-        yield f"placement.{part}.tp_size={size} must be between 1 and the number of ranks, here {num_ranks}"
-    elif ranks is not None and size is not None and size != len(ranks):
+    elif size is not None and not 1 <= size <= num_ranks // num_stages:
+        yield f"placement.{part}.tp_size={size} must be between 1 and the number of ranks, here {num_ranks}{of_stages}"
+    elif ranks is not None and size is not None and size * num_stages != len(ranks):
         yield f"placement.{part}.tp_size={size} and placement.{part}.ranks={ranks} contradict each other: give one"
+
+
+def _faults_of_stages(placement: PlacementConfig, *, world_size: int, has_draft: bool) -> Iterator[str]:
+    """Yield why the stages of a target cannot have as many ranks each."""
+    target = placement.target
+    whole = replace(target, stages=1, tp_size=target.tp_size and target.tp_size * target.stages)
+    laid_out = lay_out(replace(placement, target=whole), world_size=world_size, has_draft=has_draft)
+    number = len(laid_out.target_ranks)
+    if number % target.stages or (target.stages > 1 and not number):
+        divisors = " or ".join(str(size) for size in range(1, number + 1) if number % size == 0)
+        yield (
+            f"placement.target.stages={target.stages} must share the target's {named(laid_out.target_ranks)} out "
+            f"evenly: use {divisors or 1} stages, or name other ranks in placement.target.ranks"
+        )
 
 
 def _faults_of_library(backend: Backend, target: TargetPlacement, num_replicas: int) -> Iterator[str]:
@@ -144,17 +183,18 @@ def _faults_of_kind(draft: DraftPlacement, num_ranks: int) -> Iterator[str]:
 
 def _clashes(layout: Layout) -> Iterator[str]:
     """Conflicts between the ranks of the two models."""
-    both = {*layout.target_ranks} & {*layout.draft_ranks}
+    both, scoring = {*layout.target_ranks} & {*layout.draft_ranks}, layout.scoring_ranks
     of_target, of_draft = named(layout.target_ranks), named(layout.draft_ranks)
     if layout.draft_kind is DraftLayout.own_gpu and (both or not layout.target_ranks or not layout.draft_ranks):
         yield (
             f"placement.draft.kind=own_gpu needs ranks apart from the target's, and the target is on {of_target}, "
             f"the draft on {of_draft}"
         )
-    if layout.draft_kind is DraftLayout.replicated and len(both) < len(layout.draft_ranks):
+    if layout.draft_kind is DraftLayout.replicated and not {*layout.draft_ranks} <= {*scoring}:
+        last = "the target" if layout.num_stages == 1 else "the target's last stage"
         yield (
-            f"a replicated draft drafts and verifies rows on ranks of the target, and placement.draft.ranks="
-            f"{list(layout.draft_ranks)} are not all among {of_target}"
+            f"a replicated draft drafts and verifies rows on ranks of {last}, and placement.draft.ranks="
+            f"{list(layout.draft_ranks)} are not all among {named(scoring)}"
         )
 
 

@@ -76,7 +76,15 @@ class TargetPlacement:
 
     kind: str = setting(TENSOR.name, "{backends} Each is also a placement, and tensor is the fastest.")
     ranks: list[int] | None = setting(None, "ranks of the target; null takes all that an own_gpu draft leaves.")
-    tp_size: int | None = setting(None, "or how many of them.")
+    tp_size: int | None = setting(None, "or how many of them; with stages, of each stage.")
+    stages: int = setting(
+        1,
+        "parts of consecutive layers, which a token passes one after the other; the ranks of each share its layers. "
+        "The first ranks have the last stage.",
+    )
+    layers: list[int] | None = setting(
+        None, "layers of each stage, such as [21,19]; null shares them out so that all stages take about as long."
+    )
     experts: ExpertParts = setting(
         ExpertParts.cut,
         "with tensor, each rank holds some units of every expert (cut), or whole experts (spread), as many as the "
@@ -96,8 +104,8 @@ class DraftPlacement:
     )
     ranks: list[int] | None = setting(
         None,
-        "ranks of the draft; null takes the target's first (one_rank), the target's (sharded, replicated), or the "
-        "last (own_gpu).",
+        "ranks of the draft; null takes the target's first (one_rank), the target's (sharded, replicated), of stages "
+        "those of the last, or the last ranks (own_gpu).",
     )
     tp_size: int | None = setting(None, "or how many, for sharded and own_gpu; null takes as many as the target, or 1.")
 

@@ -115,6 +115,7 @@ class Cell:
         overlaps: drafting overlaps verification.
         is_long: all prompts, instead of a few.
         updates: the models run with other weights first.
+        stages: of the target.
         lane: of its tests; those of three ranks are heavy at least, and those of more are slow.
     """
 
@@ -131,6 +132,7 @@ class Cell:
     is_long: bool = False
     temperature: float = 0.8
     updates: bool = False
+    stages: int = 1
     lane: str = field(default="default", compare=False)
 
     @property
@@ -156,13 +158,13 @@ class Cell:
             return replace(self, target=(0,), draft=(1,), batch_size=5)
         return replace(
             self, target=(0,), draft=self.draft and (0,), kind=DraftLayout.one_rank, target_kind="tensor",
-            batch_size=4, adapts=False, overlaps=False, updates=False,
+            batch_size=4, adapts=False, overlaps=False, updates=False, stages=1,
         )  # fmt: skip
 
     def config(self, folder: Path) -> RunConfig:
         """As `launch/run.py` would compose it."""
         placement = PlacementConfig(
-            target=TargetPlacement(kind=self.target_kind, ranks=[*self.target]),
+            target=TargetPlacement(kind=self.target_kind, ranks=[*self.target], stages=self.stages),
             draft=DraftPlacement(kind=self.kind, ranks=[*self.draft]),
         )  # fmt: skip
         target, draft = pair_of(self.pair, folder)
@@ -191,6 +193,11 @@ class Cell:
                 assert keeps or self.pair == "gpt_neox"  # whose output has no whole blocks on a rank, for FBGEMM
         counting = CountingComm.of(mesh.replica)
         models = replace(models, mesh=replace(mesh, replica=counting))
+        if mesh.before:
+            stage = models.target._stage  # type: ignore[attr-defined]
+            models.target._stage = replace(  # type: ignore[attr-defined]
+                stage, before=replace(CountingComm.of(mesh.before), arrived=counting.arrived)
+            )
         least_bytes = 0 if self.batch_size > 1 else engine.LEAST_SHARED_BYTES
         with patch.object(engine, "LEAST_SHARED_BYTES", least_bytes):  # the shipped vocabulary is small
             decoder = build_decoder(models, config, speculative=True)
@@ -318,7 +325,9 @@ class FromPython:
     num_ranks: int = 2
 
     def see(self, world: World, folder: Path) -> tuple[list[list[int]], list[float], list[str]]:  # noqa: ARG002 - shipped
-        pair = load("tiny", "tiny-draft", device="cpu", placement=self.placement)
+        staged = PlacementConfig(target=TargetPlacement(stages=2))
+        placement = staged if self.placement == "stages" else self.placement
+        pair = load("tiny", "tiny-draft", device="cpu", placement=placement)
         found = pair.generate(["import os\n", "def f(x):"], max_new_tokens=12, seed=1, logprobs=2)
         sentences: list[str] = []
         mistakes: list[dict[str, Any]] = [{"prompts": f"of rank {pair.rank}"}, {"prompts": "x", "temperature": -1.0}]

@@ -42,6 +42,7 @@ HEAVY = {("srun", Cell(signal.SIGKILL, 0, "decoding"))}
 AT_MOST_S = {"torchrun": 40, "srun": 15}
 COPIES = ("placement=replicas", "placement.num_replicas=2")
 OVERLAP = ("placement=own_gpu", "speculation.overlap=true")
+STAGES = ("placement.target.stages=2",)
 LONG = Cell(signal.SIGHUP, 0, "decoding")
 """A run that cannot end before it is met."""
 
@@ -126,9 +127,9 @@ def test_a_disturbed_rank_ends_the_job_in_a_sentence_and_nothing_is_lost(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("rank", "placement"), [(0, COPIES), (1, COPIES), (1, OVERLAP)])
+@pytest.mark.parametrize(("rank", "placement"), [(0, COPIES), (1, COPIES), (1, OVERLAP), (0, STAGES), (1, STAGES)])
 @pytest.mark.parametrize("launcher", AT_MOST_S)
-def test_a_rank_killed_in_another_copy_or_with_the_draft_ends_the_job_in_a_sentence_long_before_the_timeout(
+def test_a_rank_killed_in_another_copy_or_stage_or_with_the_draft_ends_the_job_in_a_sentence_long_before_the_timeout(
     launcher: str, rank: int, placement: tuple[str, ...], tmp_path: Path
 ) -> None:
     cell, run_dir, more = (

@@ -84,7 +84,9 @@ def test_texts_of_different_lengths_and_the_error_of_one_rank_reach_all(case: To
 
 
 @pytest.mark.distributed(2)
-@pytest.mark.parametrize("case", [FromPython("sharded"), heavy(FromPython("own_gpu"))], ids=str)
+@pytest.mark.parametrize(
+    "case", [FromPython("sharded"), *map(heavy, (FromPython("own_gpu"), FromPython("stages")))], ids=str
+)
 def test_a_script_gets_the_texts_of_one_rank_on_all_and_refuses_what_differs(case: FromPython, seen: Seen) -> None:
     texts, log_probs, (refused,) = FromPython("one_rank", num_ranks=1).see(ONE_CORE, Path())
     for found, found_log_probs, sentences in seen(case):

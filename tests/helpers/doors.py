@@ -32,6 +32,7 @@ ALONE = {
     "an adapter of the target": "model.adapter={hybrid}",
     "synthetic weights": "weights=synthetic model=smollm2_135M draft=none task=generate",
     "a replicated draft": "placement=replicated", "a draft on shared ranks": "", "replicas": "placement=replicas",
+    "stages": "placement.target.stages=2",
     "a library's placement": "placement.target.kind=toy", "sampling": "sampling.temperature=0.7",
     "sampling by a rule without trees": "verification=coupled",
     "a rule without sampling": "verification=greedy sampling=greedy", "penalties": "sampling.presence_penalty=1",

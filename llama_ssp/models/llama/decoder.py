@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from llama_ssp import operators
-from llama_ssp.architectures.matrices import Cut, vocabulary_parts
+from llama_ssp.architectures.matrices import Cut, RankShard, vocabulary_parts
 from llama_ssp.kernels.attention_by_length import VarlenAttention, find_varlen, unpacking
 from llama_ssp.kernels.between import OwnKernels, rotate_write
-from llama_ssp.kernels.linear import Kernel, make_linear, native_of
+from llama_ssp.kernels.linear import Kernel, Linear, make_linear, native_of
 from llama_ssp.kernels.parts import Heads, RmsNorm
 from llama_ssp.models.cache import CachedRunner, StaticCache, Taps
 from llama_ssp.models.llama.attention import (
@@ -32,7 +32,7 @@ from llama_ssp.models.llama.attention import (
     place_and_attend,
 )
 from llama_ssp.models.llama.layer import Layer, NormedProduct, Stream, Unread, added, join, rows_at
-from llama_ssp.models.llama.table import EMBEDDING, OUTPUT, lean_weights, rotary_of
+from llama_ssp.models.llama.table import EMBEDDING, LAST_NORM, OUTPUT, lean_weights, rotary_of
 from llama_ssp.models.runner import Pieces, TreePlaces, masks_of
 from llama_ssp.models.vocabulary import embed, own_part
 from llama_ssp.models.weights import Loading, Weights
@@ -62,42 +62,55 @@ class LeanRunner(CachedRunner):
         places = {EMBEDDING: into.model._embedding_VE} if into.model else {}
         weights = lean_weights(loading, places=places, has_embedding=embedding_VE is None)
         own, self._own = loading.own_shard, into.model._own if into.model else OwnKernels()
-        num_parts = comm.size if weights.is_cut(OUTPUT) else 1
-        self._head_sizes = tuple(map(len, vocabulary_parts(config.vocab_size, num_parts)))
-        # The largest matrix comes first: copies of it are gone before the layers need their room.
-        head = weights.take(OUTPUT)
-        super().__init__(config, head, cache_dtype=precision.cache_dtype)
-        self._own_ids: range | None = None
-        if embedding_VE is None and weights.is_cut(EMBEDDING):
-            (self._own_ids,) = own.features(Cut.vocabulary, self.vocab_size)
-        self._embedding_VE: Tensor = weights.take(EMBEDDING) if embedding_VE is None else embedding_VE
-        linear = make_linear(head.detach(), None, kernel=kernel, keeps_weight=self._embedding_VE is head)
-        del head
+        like = torch.empty(0, dtype=loading.weights_dtype, device=loading.device)
+        super().__init__(config, like, cache_dtype=precision.cache_dtype, layers=loading.own_layers)
+        self._stage, self._comm = loading.stage, comm
+        linear = self._take_tables(weights, own, embedding_VE, kernel)
         eps: float = config.rms_norm_eps
         head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self._heads = Heads(len(own.heads.query_heads), len(own.heads.kv_heads), head_dim, head_dim**-0.5)
         parts: dict[str, Any] = {"comm": comm, "kernel": precision.kernel or kernel}
         self._layers: list[Layer] = []
         layers = self._layers
-        for number in range(config.num_hidden_layers):
+        for number in range(len(loading.own_layers)):
             layer = self.layer_class(weights, number, heads=self._heads, eps=eps, own=self._own, **parts)
             layers.append(into.keep(layer, "_layers", number))
         self._width: int = config.hidden_size
-        self._comm = comm
         inv_freq_P, self._rotary_factor = rotary_of(config)
         self._inv_freq_P = inv_freq_P.to(self.device)
-        self._norm = into.keep(RmsNorm(weights.take("model.norm.weight"), eps), "_norm")
-        self._head = into.keep(NormedProduct(self._norm, linear, self._own), "_head")
+        if linear:
+            self._norm = into.keep(RmsNorm(weights.take(LAST_NORM), eps), "_norm")
+            self._head = into.keep(NormedProduct(self._norm, linear, self._own), "_head")
         self._by_position = precision.rounds_inputs
         # What bitsandbytes calls depends on the inputs.
         self.repeats_operators = not self._by_position or native_of(layers[0].qkv.linear) is not None
         self._choose_attention(varlen)
-        linears = [linear, *(part for layer in layers for part in layer.linears)]
+        linears = [*filter(None, [linear]), *(part for layer in layers for part in layer.linears)]
         # A ring of more than two ranks adds the numbers of a tensor in an order that depends on their places in it.
         adds_alike = comm.size <= 2  # noqa: PLR2004
         self.is_invariant = adds_alike and self._compiled is not None and all(map(native_of, linears))
         self._use_own_kernels()
         self._take_others(weights, loading)
+
+    def _take_tables(
+        self, weights: Weights, own: RankShard, embedding_VE: Tensor | None, kernel: Kernel | None
+    ) -> Linear | None:
+        """Take the embedding, unless it is given, in the first stage; return the output, in the last one."""
+        # The largest matrix comes first: copies of it are gone before the layers need their room.
+        head = None
+        if self._stage.is_last:
+            num_parts = self._comm.size if weights.is_cut(OUTPUT) else 1
+            self._head_sizes = tuple(map(len, vocabulary_parts(self.vocab_size, num_parts)))
+            head = weights.take(OUTPUT)
+        self._own_ids: range | None = None
+        if self._stage.is_first and embedding_VE is None:
+            if weights.is_cut(EMBEDDING):
+                (self._own_ids,) = own.features(Cut.vocabulary, self.vocab_size)
+            embedding_VE = weights.take(EMBEDDING)
+        self._embedding_VE = embedding_VE
+        if head is None:
+            return None
+        return make_linear(head.detach(), None, kernel=kernel, keeps_weight=embedding_VE is head)
 
     def _take_others(self, weights: Weights, loading: Loading) -> None:
         """Take the parameters of a head outside its layer."""
@@ -105,7 +118,7 @@ class LeanRunner(CachedRunner):
     def _choose_attention(self, varlen: VarlenAttention | None) -> None:
         """Attend by lengths of rows, by an operator, or by masks; see `attention`."""
         self._varlen = varlen = varlen or find_varlen(
-            self.device, self.dtype, self._heads, rounds_inputs=self._by_position, has_windows=any(self._windows)
+            self.device, self.dtype, self._heads, rounds_inputs=self._by_position, has_windows=self._has_windows
         )
         if varlen and self._kept.dtype is not self.dtype:
             self._varlen = unpacking(varlen, self._kept)
@@ -130,14 +143,15 @@ class LeanRunner(CachedRunner):
     def _use_own_kernels(self) -> None:
         """Take this device's operators between products, in place of torch's; see `operators`."""
         norms, device = self._layers[0].head_norms, self.device.type
-        found: OwnKernels | None = operators.made("between", device, self._norm, self._heads, norms, self._kept)
+        of_width = self._layers[0].gate_up.norm
+        found: OwnKernels | None = operators.made("between", device, of_width, self._heads, norms, self._kept)
         if found is None or not any(vars(found).values()):
             return  # without Triton one sentence is enough
         vars(self._own).update(vars(found))
         if self._varlen:
             ours: VarlenAttention | None = operators.made(
                 "attention_by_length", device, self._varlen, self._heads, device=self.device, dtype=self.dtype,
-                has_windows=any(self._windows), kept=self._kept,
+                has_windows=self._has_windows, kept=self._kept,
             )  # fmt: skip
             self._varlen = ours or self._varlen
 
@@ -194,27 +208,54 @@ class LeanRunner(CachedRunner):
         attention = self._attention(
             positions_BT, bucket=bucket, cache_rows_B=cache_rows_B, consecutive=consecutive, pieces=pieces, tree=tree
         )
-        tapped = taps.layers if taps else ()
+        first = self._stage.layers.start
+        tapped = [number - first for number in taps.layers] if taps else ()
+        slots_M: Any = None
         if taps and pieces:
             slots_M = taps.slots(positions_BT.view(-1, 1), pieces.rows_M)
         elif taps:
             slots_M = taps.slots(tree.slots_BT if tree else positions_BT, cache_rows_B)
-        ids_M = ids_BT.flatten()
-        if self._own.add_norm and self._own_ids is None:
-            x_ME = self._embedding_VE.new_empty(len(ids_M), self._width)
-            stream: Stream = x_ME, Unread(self._embedding_VE, ids_M.contiguous())
-        else:
-            stream = self.embed(ids_M), None
+        ids_M, num_layers = ids_BT.flatten(), len(self._layers)
+        stream = self._entering(ids_M, taps, slots_M)
         for layer, window, stop in self._at_once(len(ids_M), tapped):
             if taps and layer.number in tapped:
                 stream = added(stream), None
-                taps.write(layer.number, stream[0], slots_M)
+                taps.write(first + layer.number, stream[0], slots_M)
             stream = layer.forward(stream, attention[window], stop)
-        for number in (len(self._layers), len(self._layers) + 1):
+        if self._stage.behind:
+            self._stage.send(self._leaving(stream, taps, slots_M), comm=self._comm)
+            scored = ids_BT if score_positions_BR is None else score_positions_BR
+            return torch.empty(*scored.shape, 0, device=self.device)
+        for number in (num_layers, num_layers + 1):
             if taps and number in tapped:
                 stream = added(stream), None
-                taps.write(number, stream[0] if number > len(self._layers) else self._norm(stream[0]), slots_M)
+                taps.write(first + number, stream[0] if number > num_layers else self._norm(stream[0]), slots_M)
         return self._scored(stream, ids_BT.shape[0], score_positions_BR)[1]
+
+    def _entering(self, ids_M: Tensor, taps: Taps | None, slots_M: Any) -> Stream:  # noqa: ANN401 - None without taps
+        """The stream before the first layer: of embedded tokens, or what the stage before sends, with its taps."""
+        if self._stage.before:
+            earlier = taps.before(self._stage.layers.start) if taps else []
+            found_MX = self._stage.receive(
+                len(ids_M), self._width * (1 + len(earlier)), comm=self._comm, dtype=self.dtype, device=self.device
+            )
+            x_ME, *of_taps = found_MX.split(self._width, dim=1)
+            for number, tap_ME in zip(earlier, of_taps, strict=True):
+                assert taps, "it names the earlier ones"
+                taps.write(number, tap_ME, slots_M)
+            return x_ME.contiguous(), None
+        assert self._embedding_VE is not None, "the first stage has it"
+        if self._own.add_norm and self._own_ids is None:
+            x_ME = self._embedding_VE.new_empty(len(ids_M), self._width)
+            return x_ME, Unread(self._embedding_VE, ids_M.contiguous())
+        return self.embed(ids_M), None
+
+    def _leaving(self, stream: Stream, taps: Taps | None, slots_M: Any) -> Tensor:  # noqa: ANN401 - None without taps
+        """The stream after the last layer, with the taps that later stages lack."""
+        if taps is None:
+            return added(stream)
+        earlier = taps.before(self._stage.layers.stop)
+        return torch.cat([added(stream), *(taps.at(number, slots_M) for number in earlier)], dim=1)
 
     def _at_once(self, num_tokens: int, tapped: Collection[int] = ()) -> Iterator[tuple[Layer, int | None, int]]:
         """Yield runs of layers that one call computes: the first layer, its window and the number where the run stops.
@@ -229,6 +270,7 @@ class LeanRunner(CachedRunner):
 
     def embed(self, ids_M: Tensor) -> Tensor:
         """Look token ids (M,) up; the result is (M, E)."""
+        assert self._embedding_VE is not None, "the first stage has it"
         if self._own_ids is None:
             return functional.embedding(ids_M, self._embedding_VE)
         return embed(ids_M, self._embedding_VE, self._own_ids, self._comm)

@@ -68,14 +68,14 @@ class NormedProduct:
     """A linear layer after an RMS norm, and the gate if it is gate and up of an MLP.
 
     Args:
-        norm: before it.
-        linear: the layer, which nothing else may call.
+        norm: before it, and an attribute.
+        linear: the layer, which nothing else may call, and an attribute.
         own: the kernels of a GPU, found later.
         gates: the result is silu(gate) * up.
     """
 
     def __init__(self, norm: RmsNorm, linear: Linear, own: OwnKernels, *, gates: bool = False) -> None:
-        self._norm, self.linear, self._own, self._gates = norm, linear, own, gates
+        self.norm, self.linear, self._own, self._gates = norm, linear, own, gates
         native = native_of(linear)
         takes_in = native and norm.by_length and native.take_in(norm.weight_E, norm.least_square, gates=gates)
         self._native = native if takes_in else None
@@ -87,13 +87,13 @@ class NormedProduct:
             x_ME = added(stream)
             return x_ME, self._native.fused(x_ME)
         if isinstance(pending, Unsummed) and pending.comm.peers:  # on all ranks, whatever else works on them
-            normed_ME = pending.comm.peers.add_norm(pending.part_ME, x_ME, self._norm.weight_E, self._norm.eps)
+            normed_ME = pending.comm.peers.add_norm(pending.part_ME, x_ME, self.norm.weight_E, self.norm.eps)
         elif self._own.add_norm and not isinstance(pending, Unsummed):
             found, ids_M = pending if isinstance(pending, Unread) else (pending, None)
-            normed_ME = self._own.add_norm(x_ME, found, self._norm.weight_E, self._norm.eps, ids_M=ids_M)
+            normed_ME = self._own.add_norm(x_ME, found, self.norm.weight_E, self.norm.eps, ids_M=ids_M)
         else:
             x_ME = added(stream)
-            normed_ME = self._norm(x_ME)
+            normed_ME = self.norm(x_ME)
         y_MO = self.linear(normed_ME)
         return x_ME, (self._own.gated or gated)(y_MO) if self._gates else y_MO
 

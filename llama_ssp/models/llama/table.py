@@ -17,6 +17,7 @@ Shapes: V vocabulary, E hidden size, D head dim.
 """
 
 import math
+import re
 from collections.abc import Collection, Iterator, Mapping
 
 import torch
@@ -30,7 +31,8 @@ from llama_ssp.models.weights import LINEAR, OTHER, Loading, Matched, Parameter,
 from llama_ssp.untyped import LibraryPart
 from llama_ssp.weights.source import TapSource, WeightSource, tap_source
 
-EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
+EMBEDDING, OUTPUT, LAST_NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
+_LAYER = re.compile(r"model\.layers\.([0-9]+)")
 
 
 def llama_table(
@@ -63,7 +65,7 @@ def llama_table(
         norms = dict.fromkeys((*_NORMS, *(of_first if number == 0 else ())), norm)
         table |= {f"{place}.{name}.weight": parameter for name, parameter in (head_norms | norms).items()}
     more = {name: Parameter(size) for name, size in head.more_parameters().items()} if head else {}
-    return {**table, **more, "model.norm.weight": norm}
+    return {**table, **more, LAST_NORM: norm}
 
 
 def _of_layer(held: Inventory, number: int, places: Collection[str]) -> list[Matrix]:
@@ -105,17 +107,23 @@ def match_lean(origin: WeightSource, whole: WholeParts) -> Matched:
 
 
 def lean_weights(loading: Loading, *, has_embedding: bool, places: Mapping[str, nn.Parameter]) -> Weights:
-    """The weights of this rank; raises as `loading.load_model`, for `places` see `Weights`."""
+    """The weights of this rank, whose layers are counted from 0; raises as `loading.load_model`.
+
+    For `places` see `Weights`.
+    """
     matched = match_lean(loading.origin, loading.kept_whole)
     matched.check_packed(loading.precision.quantization)
-    shard, rows = loading.own_shard, {}
+    shard, rows, stage, layers = loading.own_shard, {}, loading.stage, loading.own_layers
+    kept = {EMBEDDING: has_embedding and stage.is_first, OUTPUT: stage.is_last, LAST_NORM: stage.is_last}
     for name, parameter in matched.table.items():
         cut, sizes = parameter.slice_of(shard), [*parameter.shape]
         if cut:
             sizes[cut.dim] = sum(map(len, cut.parts))
-        if has_embedding or name != EMBEDDING:
+        of_layer = _LAYER.match(name)
+        if kept.get(name, of_layer is None or int(of_layer[1]) in layers):
+            own = f"model.layers.{layers.index(int(of_layer[1]))}{name[of_layer.end() :]}" if of_layer else name
             size, dtype = math.prod(sizes), loading.weights_dtype
-            rows[name] = StoredSlice(matched.sources[name], cut, size, dtype, loading.device)
+            rows[own] = StoredSlice(matched.sources[name], cut, size, dtype, loading.device)
     return Weights(loading, rows, places=places)
 
 

@@ -314,7 +314,8 @@ def _placed(step: Change) -> Iterator[Change]:
     spec = step.spec
     if spec.draft is None:
         return
-    places = () if spec.backend.by_library else on_block(spec, len(spec.layout.ranks))
+    size = len(spec.layout.ranks if spec.num_stages == 1 else spec.target_ranks)
+    places = () if spec.backend.by_library else on_block(spec, size, num_stages=spec.num_stages)
     others = [other for other in places if other.layout != spec.layout]
     for other in others:
         yield step.then(*placement_settings(replace(other, num_replicas=1)), spec=other)

@@ -50,12 +50,14 @@ def _of_searches() -> tuple[str, ...]:
 def placement_settings(spec: PlanSpec) -> list[str]:
     """The settings that place a spec like this one, for `llama-ssp plan` and `run` alike."""
     settings = [] if spec.num_replicas == 1 else [f"placement.num_replicas={spec.num_replicas}"]
+    if spec.num_stages > 1:
+        settings.append(f"placement.target.stages={spec.num_stages}")
     if spec.draft is None:
         return settings
     settings.append(f"placement.draft.kind={spec.draft_kind.name}")
     if spec.overlap:
         settings.append(f"speculation.overlap={value_of(spec.overlaps)}")
-    num_default = {DraftLayout.one_rank: 1, DraftLayout.own_gpu: 1}.get(spec.draft_kind, len(spec.target_ranks))
+    num_default = {DraftLayout.one_rank: 1, DraftLayout.own_gpu: 1}.get(spec.draft_kind, len(spec.layout.scoring_ranks))
     if len(spec.draft_ranks) != num_default:
         settings.append(f"placement.draft.tp_size={len(spec.draft_ranks)}")
     return settings
@@ -203,7 +205,8 @@ def _candidates(spec: PlanSpec, hardware: HardwareConfig, words: Mapping[str, st
         drafted = [*_drafted(spec, model, known, words, is_asked=is_asked)]
         for target in _targets(spec, model, hardware, words, is_asked=is_asked):
             plain = without_draft(replace(spec, target=target))
-            placed = layouts(plain, num_ranks=hardware.num_ranks, divides=True, thorough=False)
+            num_ranks, node_size = hardware.num_ranks, hardware.num_gpus
+            placed = layouts(plain, num_ranks=num_ranks, divides=True, thorough=False, node_size=node_size)
             for base in [plain] if _has(words, "placement") else placed:
                 yield base
                 for way in drafted if fits(base, hardware) else ():
@@ -246,7 +249,7 @@ def _with_draft(base: PlanSpec, way: PlanSpec, words: Mapping[str, str]) -> Iter
     """A placed spec with the draft of `way`: in every place, with trees and overlapped, unless the user set these."""
     drafted = replace(way, target=base.target, num_replicas=base.num_replicas)
     if not _has(words, "placement"):
-        placed = [*on_block(drafted, len(base.target_ranks))]
+        placed = [*on_block(drafted, len(base.target_ranks), num_stages=base.num_stages)]
     else:
         placed = [drafted] if way.draft is None or way.draft_ranks else []
     for one in placed:

@@ -330,6 +330,6 @@ def _pass_s(session: Session) -> float:
     if session.plan is None:
         return 0.0
     spec = session.plan.spec
-    shares = rank_shares(spec.target, num_ranks=len(spec.target_ranks), backend=spec.backend)
+    shares = rank_shares(spec.target, num_ranks=len(spec.layout.scoring_ranks), backend=spec.backend)
     most_bytes = max(step_bytes(held, spec.target, device=spec.device) for held in shares)
     return most_bytes / copy_bytes_per_s(session.world.device)

@@ -64,7 +64,7 @@ def _hidden(session: Session) -> Iterator[str]:
     config, layout = session.config, session.models.mesh.layout
     if config.sampling.penalizes:
         yield "wrong penalties, biases and bans, which scoring applies too"
-    if len(layout.target_ranks) > 1 and not any(cuts_of(session.models, config)):
+    if len(layout.scoring_ranks) > 1 and not any(cuts_of(session.models, config)):
         yield "wrong draws over shards of the vocabulary, which this run has none of"
 
 

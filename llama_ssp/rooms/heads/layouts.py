@@ -95,6 +95,7 @@ class HeadConfig:
             layers, model_type=self.kind, vocab_size=self.draft_vocab_size, tie_word_embeddings=False,
             target_vocab_size=layers.vocab_size, target_hidden_size=self.target_hidden_size,
             num_taps=len(self.layers) if self.layers else NUM_TAPS, most_drafted=self.most_drafted,
+            tapped_layers=self.layers or (),
             markov_size=sum(map(math.prod, self.joining_sizes(layers.hidden_size, layers.vocab_size).values())),
         )  # fmt: skip
 

@@ -59,6 +59,9 @@ def _problems(config: RunConfig) -> Iterator[str | NoEffect]:
     if backend_of(config.placement.target.kind).by_library:
         kind = said("placement.target.kind", config.placement.target.kind)
         yield f"draft=self needs placement.target.kind=tensor, and {kind} was given"
+    if config.placement.target.stages > 1:
+        stages = said("placement.target.stages", config.placement.target.stages)
+        yield f"draft=self drafts with layers of one stage, and {stages} was given: leave it out, or give another draft"
     steps = config.most_draft_tokens
     if draft.window is not None and 1 <= draft.window <= steps:
         yield f"{said('draft.window', draft.window)} is less than K + 1, here {steps + 1}: give a wider window"

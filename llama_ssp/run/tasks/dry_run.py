@@ -262,7 +262,7 @@ def check_models(config: RunConfig, *, world_size: int = 1) -> None:
     if world_size > 1 and not placement.auto and not backend_of(placement.target.kind).by_library:
         layout = lay_out(placement, world_size=world_size, has_draft=config.draft.model is not None)
         is_whole = layout.draft_kind is DraftLayout.replicated
-        sizes = len(layout.target_ranks), 1 if is_whole else len(layout.draft_ranks)
+        sizes = len(layout.scoring_ranks), 1 if is_whole else len(layout.draft_ranks)
     shapes = []
     for model, num_ranks in zip((config.model, config.draft.model), sizes, strict=True):
         if model is None:

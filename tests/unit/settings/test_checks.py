@@ -57,6 +57,10 @@ BAD = {
     "speculation.tree=2 sampling.presence_penalty=1": "speculation.tree=2 needs sampling without penalties",
     "speculation.tree=2 placement=replicated": "needs one draft for all rows: use placement=one_rank",
     "speculation.tree=2x2 speculation.num_draft_tokens=3": "num_draft_tokens has no effect with speculation.tree",
+    "placement.target.stages=0": "placement.target.stages=0 must be at least 1, for example 2",
+    "placement.target.stages=2 placement.target.layers=[6]": "must have a number of layers, at least 1, for each of pl",
+    "placement.target.stages=2 placement.target.layers=[3,4]": "add up to 7 layers, and model=tiny has 10: give all",
+    "placement.target.stages=2 model=tiny draft=self draft.layers=2": "draft=self drafts with layers of one stage, and",
     "speculation.forced_lengths=[1,5]": "speculation.forced_lengths=[1, 5] needs numbers from 0 to K, here 4",
     "speculation.forced_lengths=[1] speculation.num_draft_tokens=0": "num_draft_tokens=0 must be at least 1",
     "speculation.forced_lengths=[1] speculation.num_draft_tokens=some": "speculation.num_draft_tokens=some must be at",
@@ -231,3 +235,9 @@ def test_problems_of_hardware_and_settings_are_one_message(own_conf: OwnConf) ->
     with pytest.raises(ConfigError, match=r"^5 problems") as caught:
         check(" ".join(["model=mine", *words]))
     assert all(word in str(caught.value) for word in [*words, "hidden_size=-1"])
+
+
+def test_stages_are_no_more_than_the_layers_of_the_target() -> None:
+    (composed,) = compose(["placement.target.stages=11"])
+    with pytest.raises(ConfigError, match="stages=11 is more than the 10 layers of model=tiny: use fewer stages"):
+        checks.check_values(to_run_config(composed))

@@ -1,0 +1,96 @@
+"""Holds stages of layers to a whole model: its logits, and the bytes that a plan counts on each rank."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from llama_ssp.architectures.stages import stage_layers
+from llama_ssp.catalogue import Dtype, ModelShape
+from llama_ssp.errors import PlacementError
+from llama_ssp.models.loading import load_model
+from llama_ssp.models.runner import Runner
+from llama_ssp.models.weights import Loading
+from llama_ssp.planning.model import PlannedModel
+from llama_ssp.planning.weights import model_bytes, of_stage, shares
+from llama_ssp.weights.checkpoint import inspect
+from tests.helpers.held import held_bytes
+from tests.helpers.models import VOCAB_SIZE, build_checkpoint
+from tests.helpers.stages import loadings, on_stages
+
+SPLITS = [(2, 1), (3, 1), (4, 1), (2, 2)]
+KINDS: dict[str, dict[str, Any]] = {"llama": {}, "llama, tied": {"tie_word_embeddings": True}, "mistral": {}}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    found = {kind: tmp_path_factory.mktemp("stages") for kind in KINDS}
+    for kind, changes in KINDS.items():
+        build_checkpoint(found[kind], kind.partition(",")[0], num_hidden_layers=4, **changes)
+    return found
+
+
+def read_in_two(runner: Runner, ids_BT: torch.Tensor) -> torch.Tensor:
+    """The logits of texts that are read in two pieces, as a prompt and a round."""
+    batch_size, length = ids_BT.shape
+    runner.allocate(batch_size=batch_size, capacity=16)
+    places_BT = torch.arange(length).repeat(batch_size, 1)
+    pieces = zip(ids_BT.split(8, 1), places_BT.split(8, 1), strict=True)
+    return torch.cat([runner.forward(ids, places, bucket=16) for ids, places in pieces], 1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("num_stages", "tp_size"), SPLITS)
+def test_the_last_stage_has_the_logits_of_a_whole_model(
+    folders: dict[str, Path], kind: str, num_stages: int, tp_size: int
+) -> None:
+    origin = inspect(folders[kind])
+    ids_BT = torch.randint(0, VOCAB_SIZE, (3, 12), generator=torch.Generator().manual_seed(1))
+    wanted_BTV = read_in_two(load_model(Loading(origin)), ids_BT)
+    runners = [load_model(loading) for loading in loadings(origin, num_stages, tp_size)]
+    *before, last = on_stages(len(runners), lambda rank: read_in_two(runners[rank], ids_BT))
+    torch.testing.assert_close(last, wanted_BTV, rtol=0, atol=1e-5 if tp_size > 1 else 0)
+    assert {found.shape for found in before[: len(before) + 1 - tp_size]} == {(3, 12, 0)}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("num_stages", "tp_size"), SPLITS)
+def test_each_rank_holds_the_weights_that_a_plan_counts(
+    folders: dict[str, Path], kind: str, num_stages: int, tp_size: int
+) -> None:
+    origin = inspect(folders[kind])
+    model = PlannedModel(name=kind, shape=origin.shape, dtype=Dtype.fp32, quantization="none")
+    stages, of_ranks = stage_layers(origin.shape, num_stages), shares(origin.shape, num_ranks=tp_size)
+    planned = [held for number in range(num_stages) for held in of_stage(of_ranks, stages, number)]
+    for held, loading in zip(planned, loadings(origin, num_stages, tp_size), strict=True):
+        runner = load_model(loading)
+        parts = [vars(runner).get(name) for name in ("_layers", "_norm", "_head", "_embedding_VE")]
+        assert held_bytes(parts) == model_bytes(held, model, device="cuda").total_bytes
+
+
+def shape_of(num_layers: int, vocab_size: int) -> ModelShape:
+    return ModelShape(
+        model_type="llama", num_hidden_layers=num_layers, hidden_size=64, num_attention_heads=4, num_key_value_heads=4,
+        head_dim=16, intermediate_size=128, vocab_size=vocab_size, max_position_embeddings=128,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "num_stages", "wanted"),
+    [
+        (16, 1, [12]), (16, 2, [6, 6]), (16, 5, [2, 2, 3, 3, 2]),
+        # An output as large as two layers: the last stage has as many layers fewer.
+        (2 * 40960 // 64, 2, [7, 5]), (2 * 40960 // 64, 3, [4, 5, 3]), (16, 12, [1] * 12),
+    ],
+)  # fmt: skip
+def test_no_stage_reads_more_than_it_must(vocab_size: int, num_stages: int, wanted: list[int]) -> None:
+    stages = stage_layers(shape_of(12, vocab_size), num_stages)
+    assert [len(stage) for stage in stages] == wanted
+    assert [number for stage in stages for number in stage] == [*range(12)]
+
+
+def test_stages_take_the_layers_that_are_given_and_are_no_more_than_there_are() -> None:
+    assert stage_layers(shape_of(12, 16), 2, [5, 7]) == (range(5), range(5, 12))
+    with pytest.raises(PlacementError, match="12 layers cannot be shared by 13 stages: use at most 12"):
+        stage_layers(shape_of(12, 16), 13)
