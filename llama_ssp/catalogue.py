@@ -134,6 +134,11 @@ class ModelShape:
         return self.target_vocab_size is not None
 
     @property
+    def latent_rank(self) -> int:
+        """Numbers of a latent, without the key that all heads share."""
+        return self.latent_width - self.qk_rope_head_dim
+
+    @property
     def num_token_ids(self) -> int:
         """Size of the vocabulary that the model reads."""
         return self.target_vocab_size or self.vocab_size

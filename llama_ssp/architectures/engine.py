@@ -31,6 +31,17 @@ SOFTMAX_TOKENS = 1024
 LEAST_SHARED_BYTES = 2**22
 """Logits of a round in fp32 from which on ranks draw over shards: a gather of fewer costs less than more messages."""
 
+
+def expands_latents(num_positions: int, *, rank: int, made: int) -> bool:
+    """Whether attention of a chunk makes keys and values of the latents of all slots, rather than reading latents.
+
+    A latent has `rank` numbers, a head's key without positions and its value `made` numbers together. For a query and a
+    slot, reading takes twice 2 `rank` operations and keys and values twice `made`; to make these of a slot takes twice
+    `rank` times `made`. A chunk's own tokens alone decide, so that its bits depend on no other row's length.
+    """
+    return num_positions * (2 * rank - made) > rank * made
+
+
 STATE_VALUE_BYTES = 4  # Recurrent states are in fp32, whatever the model is in.
 
 

@@ -115,7 +115,8 @@ class Layers:
         else:
             self.add(number, {"q_proj": heads * key_dim})
         self.add(number, {"kv_a_proj_with_mqa": shape.latent_width}, cut=None)
-        self.add(number, {"kv_b_proj": heads * (shape.qk_nope_head_dim + shape.v_head_dim)}, columns=rank)
+        made = heads * (shape.qk_nope_head_dim + shape.v_head_dim)
+        self.add(number, {"kv_b_proj": made}, columns=rank, is_plain=True)  # attention reads it as it is
         self.add_output(number, "o_proj", heads * shape.v_head_dim)
         self.vectors += number * (of_queries + rank)
         if self.field("attention_bias"):

@@ -292,6 +292,7 @@ class Matrix:
     whole_columns: int = 0
     num_sharers: int = 1
     num_units: int = 0  # heads of a recurrence, which ranks share; 0 where the module's name says how it is cut.
+    is_plain: bool = False  # kept in the model's number format, whatever the storage format and the device.
 
     @cached_property
     def num_elements(self) -> int:
@@ -398,7 +399,12 @@ class Inventory:
     @cached_property
     def matrix_sizes(self) -> Mapping[int, int]:
         """Numbers of matrices of a layer by their number of elements."""
-        return Counter(matrix.num_elements for matrix in self.layer if not matrix.num_chosen)
+        return Counter(matrix.num_elements for matrix in self.layer if not (matrix.num_chosen or matrix.is_plain))
+
+    @cached_property
+    def plain_elements(self) -> int:
+        """Elements of the matrices of a layer that are kept in the model's number format."""
+        return sum(matrix.num_elements for matrix in self.layer if matrix.is_plain)
 
     @cached_property
     def experts(self) -> tuple[Matrix, ...]:

@@ -38,7 +38,7 @@ class LayerBuffer(NamedTuple):
 
     Attributes:
         parts: (2 N, B * S, W) for writing: the keys of all heads, then their values. Heads come first, so that the
-            slots of a head are contiguous.
+            slots of a head are contiguous. Side by side (N, B * S, W).
         keys, values: (B, N, U, W) of the slots that are read; where rows are read by length all slots, (B * S, N, W).
     """
 
@@ -131,7 +131,7 @@ class StaticCache(Workspace):
         other.shown_in_rows.clear()
         for number, whole in enumerate(other._wholes):
             if whole is not None:
-                own = self._zeros(number, whole.device, num_heads=whole.shape[1], width=whole.shape[-1])
+                own = self._zeros(number, whole.device, heads=whole.shape[:2], width=whole.shape[-1])
                 own[:, :, :, : other.num_slots].copy_(whole)
                 other._wholes[number] = None
 
@@ -140,7 +140,8 @@ class StaticCache(Workspace):
         for number, whole in enumerate(self._wholes):
             if whole is None:
                 num_slots = None if number in layers else 0
-                self._zeros(number, device, num_heads=num_heads, width=self._kept.width(head_dim), num_slots=num_slots)
+                width = self._kept.width(head_dim)
+                self._zeros(number, device, heads=(2, num_heads), width=width, num_slots=num_slots)
 
     def take_slots(self, other: "StaticCache", from_BC: Tensor, layers: Collection[int]) -> None:
         """Copy some slots of each row of another cache to the first ones of the same row here."""
@@ -167,7 +168,10 @@ class StaticCache(Workspace):
             yield whole.flatten(2, 3).flatten(0, 1)
 
     def buffers(self, bucket: int, *, in_rows: bool = False) -> "BufferOf":
-        """The function from a layer's number, and a source of its new keys and values (M, 2 N, D), to its buffer."""
+        """The function from a layer's number, and a source of its new keys and values (M, 2 N, D), to its buffer.
+
+        Keys and values that are kept side by side come as they are kept, (M, 1, N, W).
+        """
         bucket = self.num_slots if self._reads_by_length and not in_rows else bucket
         shown = (self.shown_in_rows if in_rows else self.shown)[bucket]
 
@@ -176,9 +180,10 @@ class StaticCache(Workspace):
                 return shown[number]
             whole = self._wholes[number]
             if whole is None:
-                _, num_parts, head_dim = (written := written_M2ND()).shape
-                width = self._kept.width(head_dim)
-                whole = self._zeros(number, written.device, num_heads=num_parts // 2, width=width)
+                _, *heads, width = (written := written_M2ND()).shape
+                if len(heads) == 1:
+                    heads, width = [2, heads[0] // 2], self._kept.width(width)
+                whole = self._zeros(number, written.device, heads=heads, width=width)
             return self._show(whole, bucket, in_rows=in_rows)
 
         return buffer
@@ -192,13 +197,14 @@ class StaticCache(Workspace):
         parts = whole.flatten(2, 3).flatten(0, 1)
         if self._reads_by_length and not in_rows:
             return LayerBuffer(parts, *whole.flatten(2, 3).transpose(1, 2).unbind())
-        return LayerBuffer(parts, *whole[:, :, :, :bucket].transpose(1, 2).unbind())
+        shown = whole[:, :, :, :bucket].transpose(1, 2)
+        return LayerBuffer(parts, shown[0], shown[-1])
 
     def _zeros(
-        self, number: int, device: torch.device, *, num_heads: int, width: int, num_slots: int | None = None
+        self, number: int, device: torch.device, *, heads: Sequence[int], width: int, num_slots: int | None = None
     ) -> Tensor:
         """Make a layer's buffer, of all slots if not of other ones."""
-        sizes = 2, num_heads, self.num_rows, self.num_slots if num_slots is None else num_slots, width
+        sizes = *heads, self.num_rows, self.num_slots if num_slots is None else num_slots, width
         # A tensor made in inference mode could not be written outside of it.
         with torch.inference_mode(mode=False):
             whole = torch.zeros(sizes, dtype=self._kept.stored_dtype, device=device)
@@ -233,6 +239,17 @@ class CacheView(NamedTuple):
         keys, values = buffer.rows(self.cache_rows_B)
         return self.kept.unpack(keys, written_M2ND.dtype), self.kept.unpack(values, written_M2ND.dtype)
 
+    def update_joint(self, keys_MND: Tensor, values_MND: Tensor, number: int) -> tuple[Tensor, Tensor]:
+        """As `update` of keys and values of different widths, or of both parts of a latent: they lie side by side."""
+        kept_MNW = torch.cat([self.kept.pack(keys_MND), self.kept.pack(values_MND)], -1)
+        buffer = self.buffer(number, lambda: kept_MNW[:, None])
+        buffer.parts.index_copy_(1, self.slots_M.to(kept_MNW.device), kept_MNW.transpose(0, 1))
+        rows, width = buffer.keys, self.kept.width(keys_MND.shape[-1])
+        if self.cache_rows_B is not None:
+            rows = rows.index_select(0, self.cache_rows_B.to(rows.device))
+        keys, values = rows[..., :width], rows[..., width:]
+        return self.kept.unpack(keys, keys_MND.dtype), self.kept.unpack(values, keys_MND.dtype)
+
 
 class LibraryCache(Cache):
     """The cache interface of transformers over a `StaticCache`, whose slots some `layers` have.
@@ -261,16 +278,14 @@ class LibraryCache(Cache):
     ) -> tuple[Tensor, Tensor]:
         """Write the new keys and values (B, N, T, D) of one layer; returns all that may be read, (B, N, U, D).
 
-        Where values have another width than keys, such as the parts of a latent, each half of both together is kept.
+        They may differ in width, such as the parts of a latent.
         """
-        widths = [key_states.shape[-1], value_states.shape[-1]]
-        if is_joint := widths[0] != widths[1]:
-            key_states, value_states = torch.cat([key_states, value_states], -1).chunk(2, -1)
+        place = self._places[layer_idx]
+        if key_states.shape[-1] != value_states.shape[-1]:
+            keys_MND, values_MND = (part.transpose(1, 2).flatten(0, 1) for part in (key_states, value_states))
+            return self.view.update_joint(keys_MND, values_MND, place)
         written_M2ND = torch.cat([key_states, value_states], dim=1).transpose(1, 2).flatten(0, 1)
-        keys, values = self.view.update(written_M2ND, self._places[layer_idx])
-        if is_joint:
-            keys, values = torch.cat([keys, values], -1).split(widths, -1)
-        return keys, values
+        return self.view.update(written_M2ND, place)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:  # noqa: ARG002 - the signature of transformers
         """Always 0: rows have different lengths, and positions are always given."""

@@ -19,7 +19,7 @@ from llama_ssp.architectures.matrices import Inventory, WholeParts, tokens_of_a_
 from llama_ssp.catalogue import Dtype
 from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.planning.collectives import ID_BYTES, PROBABILITY_BYTES, all_reduce_s, message_s
-from llama_ssp.planning.model import DTYPE_BYTES, PlannedModel
+from llama_ssp.planning.model import DTYPE_BYTES, PlannedModel, expands_latents
 from llama_ssp.planning.weights import rank_shares
 from llama_ssp.settings.backends import TENSOR, Backend
 from llama_ssp.settings.rules import AT_ZERO, rule_of
@@ -36,6 +36,8 @@ LIBRARY_SHARE = {"cuda": 2.0, "cpu": 4.0}
 calls, 57 to 142 in the families with records, with experts' operators."""
 CPU_SLOWDOWN_16_BITS = 3.0
 """Products in bf16 relative to fp32 with 16-bit weights; estimated from whole models on one CPU, 2.5 to 3.7."""
+_SCORES_MOVED = 9
+"""How often a score of attention to latents is written or read: by two products, a mask, the softmax and a product."""
 _FUSED_SUMS = 2  # Of a layer, that also add to the residual and compute the next norm.
 USUAL_SHARE = 0.75
 """Share of the best product's rate that prompts and large batches reach (`flops_share`)."""
@@ -183,9 +185,11 @@ def _matrices_s(
     model = placement.model
     storage, plain = model.storage, format_of(NO_QUANTIZATION)
     layer = _roofline_s(held.matrix_sizes, model, storage, hardware, tokens=tokens)
-    for matrix in held.layer if model.kept_shares else ():
+    for matrix in [each for each in held.layer if not each.is_plain] if model.kept_shares else ():
         price = partial(_roofline_s, {matrix.num_elements: 1}, model, hardware=hardware, tokens=tokens)
         layer += dict(model.kept_shares).get(matrix.module, 0.0) * (price(storage=plain) - price(storage=storage))
+    plain_bytes, operations = DTYPE_BYTES[model.dtype] * held.plain_elements, 2 * tokens * held.plain_elements
+    layer += _product_s(plain_bytes, model, hardware, operations=operations)
     experts = 0.0
     for matrix in held.experts:  # a copy that is read multiplies the tokens that chose it
         used, size = matrix.num_used(tokens), matrix.num_rows * matrix.num_columns
@@ -240,8 +244,9 @@ def _attention_s(
     """Attention to `num_slots` slots in all layers, on the rank with the most heads: reading them, or the products.
 
     A position attends to itself and earlier ones, on average half of a block of positions. Each row reads its first
-    state, and writes the states after its tokens, of a prompt the last. Of latents, keys and values of all heads are
-    made of all slots: each number is written and read, and the latents are copied first.
+    state, and writes the states after its tokens, of a prompt the last. Latents are read for the scores, and again for
+    their sums, without the rotary keys; scores are written and read. Where a chunk expands them, keys and values of all
+    heads are made of all slots: each number is written and read, and the latents are copied first.
     """
     model, (num_heads, num_kv_heads) = placement.model, placement.most_heads
     shape, num_pairs = model.shape, num_slots - (num_positions - 1) / 2
@@ -250,11 +255,16 @@ def _attention_s(
     read_bytes: float = num_slots * (batch_size * model.slot_bytes(num_kv_heads))
     operations = 0.0
     if shape.latent_width:
-        key_dim, made = shape.qk_nope_head_dim + shape.qk_rope_head_dim, shape.qk_nope_head_dim + shape.v_head_dim
-        widths, rank = key_dim + shape.v_head_dim, shape.latent_width - shape.qk_rope_head_dim
-        moved = 2 * shape.latent_width + 2 * num_heads * (made + key_dim)
-        read_bytes += batch_size * num_slots * num_layers * moved * DTYPE_BYTES[model.dtype]
-        operations = 2.0 * batch_size * num_slots * num_layers * rank * num_heads * made
+        slots, size = batch_size * num_slots * num_layers, DTYPE_BYTES[model.dtype]
+        if expands_latents(shape, num_positions):
+            key_dim, made = shape.qk_nope_head_dim + shape.qk_rope_head_dim, shape.qk_nope_head_dim + shape.v_head_dim
+            widths = key_dim + shape.v_head_dim
+            read_bytes += slots * size * (2 * shape.latent_width + 2 * num_heads * (made + key_dim))
+            operations = 2.0 * slots * shape.latent_rank * num_heads * made
+        else:
+            widths = shape.latent_width + shape.latent_rank
+            read_bytes = batch_size * num_slots * model.latent_read_bytes
+            read_bytes += slots * size * _SCORES_MOVED * num_positions * num_heads
     operations += 2 * batch_size * num_positions * num_pairs * num_heads * widths * num_layers
     num_moved = 1 + (num_positions if num_positions <= MOST_DRAFT_TOKENS + 1 else 1)
     states_bytes = batch_size * max(model.state_bytes(num_moved, held=held) for held in placement.shares)

@@ -7,7 +7,7 @@ context, communication buffers and graph nodes are figures of the machine, or th
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import cycle
 
 from llama_ssp.architectures import engine
@@ -15,7 +15,7 @@ from llama_ssp.architectures.family import inventory, record_of
 from llama_ssp.architectures.matrices import Cut, WholeParts, check_experts, vocabulary_parts
 from llama_ssp.errors import PlacementError
 from llama_ssp.machines.hardware import HardwareConfig
-from llama_ssp.planning.model import DTYPE_BYTES, PlannedModel
+from llama_ssp.planning.model import DTYPE_BYTES, PlannedModel, expands_latents
 from llama_ssp.planning.spec import PlanSpec
 from llama_ssp.planning.weights import WeightBytes, model_bytes, rank_shares, split
 from llama_ssp.settings.backends import TENSOR, Backend
@@ -294,7 +294,7 @@ def _activation_bytes(spec: PlanSpec, hardware: HardwareConfig, model: PlannedMo
     With masks the lean decoder copies queries and attended values, and needs a line of the mask for each query of a
     group. The library's modules repeat keys and values for each head of a group. A cache format that attention cannot
     read is unpacked layer by layer, keys and values in turn, through fp32. Three copies of a layer's states after the
-    tokens of a round exist at once. For latents see `_expanded_bytes`.
+    tokens of a round exist at once. For latents see `_latent_bytes`.
     """
     shape, size = model.shape, DTYPE_BYTES[model.dtype]
     positions = min(engine.PREFILL_CHUNK, spec.prompt_tokens)
@@ -314,31 +314,41 @@ def _activation_bytes(spec: PlanSpec, hardware: HardwareConfig, model: PlannedMo
             masks, attended = masks * group, max(attended, part.width + 3 * heads_width)
         elif not model.is_lean and group > 1 and not record.keeps_scores:
             repeated = 2 * bucket * heads_width * size
-    if model.unpacks_cache(hardware) or (spec.tree and model.has_own_cache):
+    if not shape.latent_width and (model.unpacks_cache(hardware) or (spec.tree and model.has_own_cache)):
         read = spec.num_slots if model.reads_by_length(hardware) else bucket
         repeated += read * (part.width - heads_width) * (size + 2)
     if shape.latent_width:
-        chunk, round_ = (bucket, positions), (spec.num_slots, spec.round_positions)
-        repeated += max(_expanded_bytes(model, part, hardware, *each) for each in (chunk, round_))
+        of_latents = partial(_latent_bytes, model, part, hardware)
+        repeated += max(
+            of_latents(num_slots=bucket, positions=positions, is_chunk=True),
+            of_latents(num_slots=spec.num_slots, positions=spec.round_positions, is_chunk=False),
+        )
     largest = max((kept.num_values for kept in inventory(shape).states), default=0)
     states_bytes = 3 * engine.STATE_VALUE_BYTES * spec.round_positions * largest
     wide = max(positions * attended * size + repeated, positions * 3 * part.units * size, parts_bytes, states_bytes)
     return spec.batch_size * (positions * 3 * shape.hidden_size * size + wide + masks) + part.working_bytes
 
 
-def _expanded_bytes(model: PlannedModel, part: _Part, hardware: HardwareConfig, num_slots: int, positions: int) -> int:
-    """What a layer makes of the latents of `num_slots` slots of a row, in every forward.
+def _latent_bytes(
+    model: PlannedModel, part: _Part, hardware: HardwareConfig, *, num_slots: int, positions: int, is_chunk: bool
+) -> int:
+    """Bytes that a layer makes of the latents of `num_slots` slots of a row: all scores, also in fp32.
 
-    The latents in one piece, keys without positions and values of all heads by one product, and whole keys. Where keys
-    and values differ in width, CPUs have no fused attention: it copies the keys and keeps the scores, at last without
-    the keys as scores, probabilities, and a byte for each.
+    A chunk of a prompt copies the latents, and a cache of fewer bits is unpacked. A chunk that expands them has keys
+    without positions and values of all heads by one product, and whole keys. Where keys and values differ in width,
+    CPUs have no fused attention: it copies the keys and keeps the scores, at last without the keys as scores,
+    probabilities, and a byte for each.
     """
     shape, size, scored = model.shape, DTYPE_BYTES[model.dtype], 0
+    copied = (is_chunk * size + model.has_own_cache * (size + 2)) * shape.latent_width
+    if not expands_latents(shape, positions):
+        casts = size if size < 4 else 0  # noqa: PLR2004 - bytes of fp32
+        return num_slots * (copied + part.num_heads * positions * (size + 4 + casts))
     key_dim = shape.qk_nope_head_dim + shape.qk_rope_head_dim
     if hardware.device == "cpu" and key_dim != shape.v_head_dim:
         scored = max(size * (key_dim + positions), (2 * size + 1) * positions)
     of_head = size * (shape.qk_nope_head_dim + shape.v_head_dim + key_dim) + scored
-    return num_slots * (size * shape.latent_width + part.num_heads * of_head)
+    return num_slots * (copied + part.num_heads * of_head)
 
 
 def _graph_bytes(spec: PlanSpec, hardware: HardwareConfig, *, drafts: bool) -> int:

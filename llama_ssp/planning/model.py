@@ -83,8 +83,11 @@ class PlannedModel:
         shape, kinds = self.shape, self.shape.layer_kinds
         of_head = partial(CACHES.of(self.cache_dtype).row_bytes, value_bytes=DTYPE_BYTES[self.dtype])
         head_bytes = of_head(shape.head_dim)
-        if values := inventory(shape).cached_values or shape.num_hidden_layers * shape.latent_width:
-            is_whole = shape.latent_width or values % shape.num_key_value_heads
+        if shape.latent_width:  # a row of each of its parts
+            of_layer = of_head(shape.latent_rank) + of_head(shape.qk_rope_head_dim)
+            return round((inventory(shape).cached_values / shape.latent_width or shape.num_hidden_layers) * of_layer)
+        if values := inventory(shape).cached_values:
+            is_whole = values % shape.num_key_value_heads
             values = values if is_whole else values * num_kv_heads // shape.num_key_value_heads
             return values * head_bytes // shape.head_dim
         if not kinds:
@@ -92,6 +95,12 @@ class PlannedModel:
         of_global = num_kv_heads * shape.num_global_key_value_heads // shape.num_key_value_heads
         of_local = kinds.count("s") * num_kv_heads * head_bytes
         return 2 * (of_local + kinds.count("g") * of_global * of_head(shape.global_head_dim))
+
+    @cached_property
+    def latent_read_bytes(self) -> int:
+        """Bytes that attention to latents reads of a token in all layers: latents for scores, and for their sums."""
+        sums = self.num_attention_layers * self.shape.latent_rank * DTYPE_BYTES[self.dtype]
+        return self.slot_bytes(self.shape.num_key_value_heads) + sums
 
     def state_bytes(self, *num_kept: int, held: Inventory | None = None) -> int:
         """Bytes of a row's states, kept after its last `num_kept` tokens in each of several places.
@@ -179,6 +188,12 @@ def resolved(config: PlanConfig) -> PlanConfig:
 
     draft = replace(config.draft, model=config.draft.model and filled(config.draft.model))
     return replace(config, model=filled(config.model), draft=draft)
+
+
+def expands_latents(shape: ModelShape, num_positions: int) -> bool:
+    """See `engine.expands_latents`."""
+    made = shape.qk_nope_head_dim + shape.v_head_dim
+    return engine.expands_latents(num_positions, rank=shape.latent_rank, made=made)
 
 
 def number_format(model: ModelConfig, *, device: str) -> Dtype:

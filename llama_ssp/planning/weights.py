@@ -100,8 +100,8 @@ def model_bytes(held: Inventory, model: PlannedModel, *, device: str) -> WeightB
                 stored = storage.packing.matrix_bytes(elements, matrix_size, group=storage.packing.least_group)
             stored += 0 if product in products else round(ORDER_BYTES * matrix.copies * columns)
         row_scales = round(storage.packing.row_bytes * matrix.num_rows * matrix.copies)
-        if share := kept_shares.get(matrix.module):
-            unquantized = matrix_size * kept(matrix).num_elements
+        if share := max(kept_shares.get(matrix.module, 0.0), matrix.is_plain):
+            unquantized = (matrix_size, size)[matrix.is_plain] * kept(matrix).num_elements
             stored, row_scales = round(share * unquantized + (1 - share) * stored), round((1 - share) * row_scales)
         bias = size * matrix.num_rows if matrix.has_bias else 0
         if matrix.cut is None:
@@ -153,7 +153,7 @@ def _temporary_bytes(products: Sequence[Sequence[tuple[int, int]]], storage: Sto
 
 def _in_blocks(matrix: Matrix) -> Matrix:
     """A matrix in 16 bits: as it is for the compiled kernel, with the inputs padded to whole blocks for FBGEMM's."""
-    if matrix.num_rows % COMPILED_BLOCK == matrix.num_columns % COMPILED_BLOCK == 0:
+    if matrix.is_plain or matrix.num_rows % COMPILED_BLOCK == matrix.num_columns % COMPILED_BLOCK == 0:
         return matrix
     return replace(matrix, num_columns=HALF_BLOCK * -(-matrix.num_columns // HALF_BLOCK))
 

@@ -1,4 +1,4 @@
-"""Attentions that transformers gets from here: softcapped ones, and each position by position.
+"""Attentions that transformers gets from here: softcapped ones, those to latents, and each position by position.
 
 Shapes: B sequences, T positions, H query heads, N key-value heads, G query heads of each, Q = T * G queries, S slots,
 D head dim.
@@ -13,13 +13,14 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from llama_ssp.models.attention import attend_by_position
+from llama_ssp.models.huggingface.latents import LATENT, attend_latents
 from llama_ssp.untyped import LibraryPart
 
 Form = Callable[..., tuple[Tensor, None]]
 
 SOFTCAPPED = "softcapped"
 """The name under which transformers knows `_softcapped`."""
-BY_POSITION = {"sdpa": "sdpa_by_position", SOFTCAPPED: "softcapped_by_position"}
+BY_POSITION = {"sdpa": "sdpa_by_position", SOFTCAPPED: "softcapped_by_position", LATENT: "latent_by_position"}
 """Name of the position-by-position variant, by the name of the attention."""
 
 
@@ -70,8 +71,10 @@ def _one_by_one(form: Form) -> Form:
 
 _FORMS: dict[str, Form] = {
     SOFTCAPPED: _softcapped,
+    LATENT: attend_latents,
     BY_POSITION["sdpa"]: _one_by_one(sdpa_attention_forward),
     BY_POSITION[SOFTCAPPED]: _one_by_one(_softcapped),
+    BY_POSITION[LATENT]: _one_by_one(attend_latents),
 }
 for _name, _form in _FORMS.items():
     AttentionInterface.register(_name, _form)

@@ -20,6 +20,7 @@ from llama_ssp.architectures.matrices import Inventory, KeptStates, Matrix, Whol
 from llama_ssp.catalogue import ModelShape
 from llama_ssp.errors import PlacementError
 from llama_ssp.models.huggingface.experts import experts_of
+from llama_ssp.models.huggingface.latents import projections
 from llama_ssp.models.huggingface.modules import build_empty, is_linear
 from llama_ssp.models.huggingface.recurrent import mixers_of, shared_heads, state_of
 from llama_ssp.models.tensor_parallel import RECURRENT, cut_dim
@@ -55,7 +56,7 @@ def modules_of(model: PreTrainedModel, shape: ModelShape) -> Inventory:
     layer, embeddings, vectors = Counter[Matrix](), list[Matrix](), Counter[bool]()
     cuts = dict[tuple[str, bool], int | None]()
     output, experts = None, dict(experts_of(model))
-    shared_heads = _heads_of_modules(model)
+    shared_heads, plain = _heads_of_modules(model), projections(model)
     for name, module in model.named_modules():
         is_inner = _IN_LAYER.search(f"{name}.")
         for leaf, parameter in module.named_parameters(recurse=False):
@@ -77,7 +78,7 @@ def modules_of(model: PreTrainedModel, shape: ModelShape) -> Inventory:
                     cut = int(name.endswith(("out_proj", ".o_proj")))
                 found = Matrix(
                     module=short if is_inner else short.rpartition(".")[2], num_rows=rows, num_columns=columns, cut=cut,
-                    num_units=num_units,
+                    num_units=num_units, is_plain=name in plain,
                 )  # fmt: skip
                 if is_inner:
                     layer[found] += 1

@@ -17,6 +17,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from llama_ssp.architectures.decoders import GPT_NEO
 from llama_ssp.architectures.family import record_of
 from llama_ssp.errors import CheckpointError
+from llama_ssp.models.huggingface.latents import use_latents
 from llama_ssp.registry import imported
 from llama_ssp.untyped import LibraryPart
 from llama_ssp.weights.source import WeightSource
@@ -35,6 +36,7 @@ def adapt(model: PreTrainedModel) -> None:
             module.rope_type = dict.fromkeys(kinds, "default") if isinstance(kinds, dict) else "default"
         if hasattr(module, "zero_expert_num"):  # of LongCat-Flash: some experts have no weights
             module.num_experts = module.total_experts
+    use_latents(model)
     if path := record_of(model.config.model_type).adapt:
         imported(path, setting=model.config.model_type)(model)
 

@@ -28,6 +28,7 @@ from llama_ssp.kernels.linear import Kernel, Linear
 from llama_ssp.models.huggingface.attention import BY_POSITION
 from llama_ssp.models.huggingface.experts import OwnExperts, can_be_own, experts_of
 from llama_ssp.models.huggingface.families import adapt
+from llama_ssp.models.huggingface.latents import projections, unpack
 from llama_ssp.models.tensor_parallel import ColumnLinear, GatheredLinear, RowLinear, cut_dim, shard
 from llama_ssp.models.weights import (
     EXPERTS,
@@ -185,11 +186,15 @@ def fill_modules(
     """
     if loading.precision.rounds_inputs:
         _attend_by_position(model)
+    read, packing = projections(model), loading.precision.kernel
     owns: list[tuple[str, Any, Callable[[Any], nn.Module]]] = []
     if kernel:
         make_own_linear, make_experts = partial(OwnLinear, kernel=kernel), partial(OwnExperts, kernel=kernel)
-        owns += [(name, module, make_own_linear) for name, module in linear_layers(model)]
+        owns += [(name, module, make_own_linear) for name, module in linear_layers(model) if name not in read]
         owns += [(name, module, make_experts) for name, module in experts_of(model) if can_be_own(module)]
+    if packing:
+        make_plain = partial(unpack, kernel=packing, dtype=loading.weights_dtype)
+        owns += [(name, model.get_submodule(name), partial(make_plain, num_inputs=read[name])) for name in read]
     parameters = dict(model.named_parameters(remove_duplicate=False))
     first = [f"{name}.{leaf}" for name, module, _ in owns for leaf, _ in module.named_parameters()]
     rows = {}

@@ -9,7 +9,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -23,6 +23,7 @@ from llama_ssp.models import prefill
 from llama_ssp.models.cache import Masks
 from llama_ssp.models.huggingface.attention import BY_POSITION, SOFTCAPPED
 from llama_ssp.models.huggingface.families import mask_argument
+from llama_ssp.models.huggingface.latents import LATENT
 from llama_ssp.models.huggingface.modules import build_empty, load_modules
 from llama_ssp.models.huggingface.runner import ModuleRunner
 from llama_ssp.models.loading import check_model, load_model
@@ -307,11 +308,15 @@ def test_where_inputs_are_quantized_attention_takes_one_position_after_the_other
 
 
 @pytest.mark.parametrize("form", BY_POSITION)
+@torch.inference_mode()
 def test_attention_by_position_gives_each_position_what_it_gets_alone_to_the_last_bit(form: str) -> None:
     module = SimpleNamespace(num_key_value_groups=2, training=False)
     query_BHTD, key_BNSD, value_BNSD = torch.randn(1, 8, 5, 64), torch.randn(1, 4, 300, 64), torch.randn(1, 4, 300, 64)
+    if form == LATENT:
+        module = SimpleNamespace(qk_nope_head_dim=48, v_head_dim=32, kv_b_proj=nn.Linear(64, 8 * (48 + 32)))
+        key_BNSD, value_BNSD = torch.randn(1, 1, 300, 64), torch.randn(1, 1, 300, 16)
     mask_B1TS = torch.zeros(1, 1, 5, 300).masked_fill_(torch.arange(300) > torch.arange(290, 295)[:, None], -torch.inf)
-    options = {"scaling": 0.2} if form == "sdpa" else {"scaling": 0.2, "softcap": 3.0}
+    options = {"scaling": 0.2, "softcap": 3.0} if form == SOFTCAPPED else {"scaling": 0.2}
     attend = ALL_ATTENTION_FUNCTIONS[BY_POSITION[form]]
     joint, _ = attend(module, query_BHTD, key_BNSD, value_BNSD, mask_B1TS, **options)
     for place in range(5):

@@ -96,7 +96,7 @@ def kept_after(texts: list[str], *, num_spare: int) -> list[Ids]:
     ("texts", "kept"),
     [
         (["a", "b", "c"], ["c", "b"]),  # least recently used
-        (["ab", "c", "abd"], ["abd", "c"]),  # the next turn of a chat
+        (["ab", "c", "abx"], ["abx", "c"]),  # the next turn of a chat
         (["abc", "d", "abe"], ["abe", "d"]),  # most of it is shared
         (["ab", "c", "ad", "e"], ["ad", "e"]),  # "c" is the oldest, then "ab", whose half is shared
         (["ab", "c", "a", "d"], ["ab", "d"]),  # all of "a" is held: "ab" was used
