@@ -198,7 +198,7 @@ def entry_of(what: str, given: object, *, target: object = None, **formats: obje
     elif is_named or (isinstance(given, str) and is_hub_id(name)):
         entry = catalogue.load(name)
     else:
-        others = [kind for kind, record in drafters().items() if not record.has_model] if what == "draft" else []
+        others = [kind for kind, record in drafters().items() if record.is_certain] if what == "draft" else []
         unknown = unknown_name(what, name, {*catalogue.names("model"), *others})
         if "/" in name:
             unknown = f"{what}={name} is no folder that exists"
@@ -226,8 +226,8 @@ def in_format(entry: ModelConfig, *, dtype: object, **formats: object) -> ModelC
 
 
 def drafter_without_model(given: object) -> DrafterConfig | None:
-    """The drafter that an argument names if it has no model, such as ngram; None if the argument is a model."""
-    kinds = {name: record for name, record in drafters().items() if not record.has_model}
+    """The drafter that an argument names if it needs no model, such as ngram; None if the argument is a model."""
+    kinds = {name: record for name, record in drafters().items() if record.is_certain}
     name = NO_DRAFT if given is None else given
     return of_kind(name) if isinstance(name, str) and name in kinds else None
 

@@ -75,7 +75,7 @@ class PlanSpec:
         target_ranks, draft_ranks: ranks of each replica, increasing.
         spare_devices: GPUs without a rank that hold layers of a layer-wise target.
         free_draft: the kind of a draft without a model; None without one.
-        free_settings: of a draft without a model, or of the fallback where K is chosen.
+        free_settings: of a draft without a model, or of a model's fallback where K is chosen.
         vocabulary: of the draft model.
         is_certain: drafted tokens are the most probable ones, without probabilities.
         tree: of a round, with `num_draft_tokens` nodes; None drafts chains.
@@ -336,7 +336,8 @@ def make_spec(
     if acceptance is None:
         acceptance = config.source.acceptance(config)
     tree = speculation.tree_shape if drafts(config.draft) else None
-    free = of_kind(fallback) if (fallback := config.draft.fallback) else config.draft
+    fallback, has_model = config.draft.fallback, drafter_of(config.draft).has_model
+    free = of_kind(fallback) if fallback and has_model else config.draft
 
     def planned(model: ModelConfig) -> PlannedModel:
         if config.reads_files:

@@ -30,7 +30,6 @@ from llama_ssp.planning.acceptance import (
     expected_of_spec,
     overlapped_corrections,
     overlapped_tokens,
-    tree_tokens,
 )
 from llama_ssp.planning.collectives import guesses_sums, message_s, round_messages
 from llama_ssp.planning.forwards import MOST_DRAFT_TOKENS, ForwardTime, ModelPlacement, ShardDraws, forward_time
@@ -162,7 +161,7 @@ class CostModel:
             drafting = self.spec.first_draft_positions, *self.spec.later_draft_forwards(num_draft_tokens)
             forwards += [(self.draft, number) for number in drafting]
         if self.own_part and num_draft_tokens:
-            forwards += [(self.own_part, 1)] * num_draft_tokens
+            forwards += [(self.own_part, number) for number in self._own_forwards(num_draft_tokens)]
         sent = [(1, message.num_bytes) for message in round_messages(self.spec, num_draft_tokens).values()]
         for placement, number in forwards:
             rows = self._rows_of(placement)
@@ -260,12 +259,19 @@ class CostModel:
         kernels_s = self._kernels_s(terms.num_kernels, 0, 0)
         if self.own_part is None:
             return kernels_s
-        step = forward_time(
-            self.own_part, self.hardware, batch_size=spec.batch_size, num_positions=1, num_scored=1,
-            bucket=terms.seen_slots or self._bucket,
+        forwards_s = sum(
+            forward_time(
+                self.own_part, self.hardware, batch_size=spec.batch_size, num_positions=number, num_scored=number,
+                bucket=terms.seen_slots or self._bucket,
+            ).total_s
+            for number in self._own_forwards(num_draft_tokens)
         )  # fmt: skip
         copied_s = self._copied_s(terms.copied_slots, self.own_part, spec.batch_size)
-        return kernels_s + copied_s + num_draft_tokens * (step.total_s + self.draw_s(self.target))
+        return kernels_s + copied_s + forwards_s + num_draft_tokens * self.draw_s(self.target)
+
+    def _own_forwards(self, num_draft_tokens: int) -> tuple[int, ...]:
+        """Positions per row in the forwards of the target's own layers that draft a round."""
+        return 1, *self.spec.later_draft_forwards(num_draft_tokens)
 
     def _copied_s(self, num_slots: int, placement: ModelPlacement, num_rows: int) -> float:
         """A copy of some slots of each row."""
@@ -422,7 +428,7 @@ def _speculative(costs: CostModel, plain: Timing) -> Timing:
         if overlapped:  # a block goes on from the one before, so that its positions are all alike
             return [overlapped_tokens(probability, number) for number in lengths]
         if tree:
-            return [tree_tokens(acceptance.by_position(probability, tree.depth), tree)]
+            return [acceptance.tokens_of_tree(probability, tree)]
         return acceptance.tokens_by_length(probability, lengths.stop - 1)
 
     rounds_s = [one.round_s for one in overlapped] or [

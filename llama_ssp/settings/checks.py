@@ -152,9 +152,9 @@ def _values(config: RunConfig) -> Iterator[str]:
 
 
 def _of_draft(config: RunConfig) -> Sequence[str | NoEffect]:
-    """Problems of a run by the record of its draft."""
+    """Problems of a run by the record of its draft, if the tokens of its rounds can be counted."""
     record = drafters.DRAFTERS.find(config.draft.kind)
-    return [*record.problems(config)] if record else []
+    return [*record.problems(config)] if record and not [*_shapes_of_rounds(config)] else []
 
 
 def _ranges(config: RunConfig) -> Iterator[str]:
@@ -228,7 +228,8 @@ def _draft(config: RunConfig) -> Iterator[str]:
 
 
 def _of_abilities(config: RunConfig) -> Sequence[str | NoEffect]:
-    return [found for ability in MORE.all().values() for found in ability.problems(config)]
+    is_counted = not [*_shapes_of_rounds(config)]  # as for `_of_draft`
+    return [found for ability in MORE.all().values() for found in ability.problems(config)] if is_counted else []
 
 
 def _pair(config: RunConfig) -> Iterator[str]:

@@ -17,9 +17,17 @@ from llama_ssp.rooms.acceptance.trace import NOT_OF_LAW, law_of, odd_settings
 from llama_ssp.run.prompts import Prompt, lines_of, read_messages
 from llama_ssp.run.requests import encode_messages, ids_of
 from llama_ssp.settings.schema import RunConfig, SamplingConfig
+from llama_ssp.settings.tasks import SERVED_FIELDS
 
 LINES_FILE, CONFIG_FILE = "run.jsonl", "config.yaml"
 _DONE = 200
+_OF_LAW = {
+    **{name: name for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "frequency_penalty")},
+    "presence_penalty": "presence_penalty", "logit_bias": "logit_bias", "min_tokens": "min_new_tokens",
+}  # fmt: skip
+"""Fields of a request that make the law of its texts, and their settings of sampling."""
+_OFF: dict[str, tuple[object, ...]] = {"top_k": (0, -1), "top_p": (1,), "min_p": (0,), "min_tokens": (0,)}
+"""Values of these fields that do nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,13 +198,18 @@ def _answers(
     request = requests.get(name)
     if not isinstance(request, dict):
         raise ConfigError(f"{where} answers custom_id={name}: give the batch file with this request as prompts=")
-    ours = {"temperature": config.sampling.temperature, "top_p": config.sampling.top_p or 1.0}
-    for key, value in ours.items():
-        if request.get(key) not in {None, value}:
+    for key, setting in _OF_LAW.items():
+        ours = getattr(config.sampling, setting)
+        ours = {str(token): bias for token, bias in ours.items()} if key == "logit_bias" else ours
+        theirs, ours = (None if value in _OFF.get(key, ()) else value for value in (request.get(key), ours))
+        if request.get(key) is not None and theirs != ours:
             raise ConfigError(
                 f"{where} was drawn with {key}={request[key]}, and texts of one law say nothing of another: give "
-                f"sampling.{key}={request[key]}"
+                f"sampling.{setting}={request[key]}"
             )
+    for key in sorted(SERVED_FIELDS.all().keys() & request.keys()):
+        if request[key] not in (None, {"type": "text"}):
+            raise ConfigError(f"{where} was drawn with {key}, and only texts without a structure are read")
     prompt, eos = request.get("prompt", request.get("messages")), tokenizer.eos_token_id
     for choice in (response.get("body") or {}).get("choices") or []:
         ended = choice.get("finish_reason") == "stop" and not request.get("stop") and eos is not None

@@ -15,12 +15,13 @@ from uuid import uuid4
 
 from transformers import PreTrainedTokenizerBase
 
+from llama_ssp.architectures.model_files import is_deep
 from llama_ssp.continuation import TextAfter
 from llama_ssp.errors import ConfigError, SspError, unknown_name
 from llama_ssp.manifest import absent
 from llama_ssp.registry import imported
 from llama_ssp.rooms.serve.inbox import Part, RequestError, ServedRequest
-from llama_ssp.rooms.serve.tools import Call, CallReader, MarkedText, Tools, tools_of, with_calls
+from llama_ssp.rooms.serve.tools import MOST_DEPTH, Call, CallReader, MarkedText, Tools, tools_of, with_calls
 from llama_ssp.run.prompts import MORE_FIELDS, Prompt, read_messages
 from llama_ssp.run.requests import RequestMaker, check_vocabulary, encode, encode_messages
 from llama_ssp.settings.checks import check_values
@@ -120,7 +121,7 @@ class Asked:
         if self._shows_lengths and answer.last:
             choice["accepted_lengths"] = [*answer.last.accepted_lengths]
         if self._shows_ids:
-            choice |= {"token_ids": answer.token_ids if piece is None else answer.newest_ids}
+            choice |= {"token_ids": answer.token_ids if piece is None else answer.untold_ids()}
             choice |= {"prompt_token_ids": [*answer.prompt_ids]} if piece is None else {}
         return choice
 
@@ -160,7 +161,7 @@ class BodyReader:
         """Read a body; raises RequestError that names a field."""
         if not isinstance(body, dict):
             raise RequestError("the body must be a JSON object")
-        given = _checked({name: value for name, value in body.items() if value is not None}, is_chat=is_chat)
+        given = _checked(_fields_of(body), is_chat=is_chat)
         if given.get("model", self.names[0]) not in self.names:
             reason = f"model={given['model']!r} is not the one that answers, {self.names[0]}"
             raise RequestError(reason, param="model", status=404, code="model_not_found")
@@ -203,8 +204,10 @@ class BodyReader:
 
     def tokenize(self, body: object) -> tuple[int, ...]:
         """The tokens of the prompt or the messages of a body; raises RequestError."""
-        given = body if isinstance(body, dict) else {}
+        given = _fields_of(body) if isinstance(body, dict) else {}
         if "messages" in given:
+            for name in _OF_CHATS.keys() & given.keys():
+                _check_kind(name, given[name], _OF_CHATS[name])
             return self._chat(given, tools_of(given, self._maker.tokenizer))
         if not isinstance(given.get("prompt"), str):
             raise RequestError("prompt must be a text, or messages a list of objects", param="prompt")
@@ -365,6 +368,18 @@ def _check_fields(messages: object) -> None:
                 raise RequestError(f"{wanted}: leave {name[:MOST_STOP]!r} of message {number} out", param="messages")
 
 
+def _fields_of(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a body that have a value; raises RequestError for one that no JSON could be written of again."""
+    if is_deep(body, MOST_DEPTH):
+        raise RequestError(f"more than {MOST_DEPTH} objects and lists of the body stand inside each other")
+    return {name: value for name, value in body.items() if value is not None}
+
+
+def _check_kind(name: str, value: object, kind: str) -> None:
+    if kind in _KINDS and not _is(kind, value):
+        raise RequestError(f"{name} must be {kind}", param=name)
+
+
 def _checked(given: dict[str, Any], *, is_chat: bool) -> dict[str, Any]:
     """Check the names of fields, and the types of their values."""
     more = {field.name: field.kind for field in SERVED_FIELDS.all().values()}
@@ -376,8 +391,7 @@ def _checked(given: dict[str, Any], *, is_chat: bool) -> dict[str, Any]:
             raise RequestError(f"{name} is not supported: leave it out", param=name)
         if name not in known:
             raise RequestError(unknown_name("field", name[:MOST_STOP], known), param=name[:MOST_STOP])
-        if known[name] in _KINDS and not _is(known[name], value):
-            raise RequestError(f"{name} must be {known[name]}", param=name)
+        _check_kind(name, value, known[name])
     for name, value in given.get("stream_options", {}).items():
         if name not in _STREAM_OPTIONS or not _is(_FLAG, value):
             wanted = f"stream_options has {' and '.join(_STREAM_OPTIONS)}, {_FLAG}, and not {name[:MOST_STOP]!r}"
@@ -437,12 +451,13 @@ class Answer:
         self._lead = TextAfter(tokenizer, ()).decode(self.prompt_ids) if self._echoes else ""
         self._has_begun, self._newest = False, Part()
         self.token_ids: list[int] = []
+        self._num_told = 0
         self.last: Part | None = None
 
-    @property
-    def newest_ids(self) -> list[int]:
-        """The tokens of its newest part."""
-        return [*self._newest.new_ids]
+    def untold_ids(self) -> list[int]:
+        """The tokens that no piece of it has had yet: a part whose text is held back makes none."""
+        first, self._num_told = self._num_told, len(self.token_ids)
+        return self.token_ids[first:]
 
     @property
     def text(self) -> str:

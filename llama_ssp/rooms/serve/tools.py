@@ -16,10 +16,12 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
+from llama_ssp.architectures.model_files import is_deep
 from llama_ssp.rooms.serve.inbox import RequestError
 from llama_ssp.speculate.engine.text import IncrementalText, Piece
 
-MOST_TOOLS = 128
+MOST_TOOLS, MOST_DEPTH = 128, 256
+"""Tools of a request, and objects and lists that may stand inside each other."""
 _NAME, _CHOICES, _ID_LENGTH = re.compile(r"[A-Za-z0-9_-]{1,64}"), ("auto", "none", "required"), 9
 _SPACING = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
 """Arguments stand as templates write them."""
@@ -69,13 +71,13 @@ class Tools:
     Attributes:
         form: of their calls.
         names: of those that may be called.
-        mark_id: the token that is the form's mark, and that has no text; None if the mark is text.
+        marks: the special tokens that begin and end calls, and have no text; none where these are text.
         grammar: of the answer, in the notation of `guided_grammar`; None if it may be any text.
     """
 
     form: Form
     names: frozenset[str]
-    mark_id: int | None
+    marks: Mapping[int, str]
     grammar: str | None
 
 
@@ -108,7 +110,8 @@ def tools_of(given: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> To
         functions = [one for one in functions if one["name"] == choice]
     grammar = _grammar(form, functions, tokenizer, is_single=is_single, may_be_text=choice == "auto")
     called = frozenset(one["name"] for one in functions)
-    return Tools(form, called, _special_id(form.mark, tokenizer), grammar if is_constrained else None)
+    marks = {token: text for text in (form.mark, form.end) if (token := _special_id(text, tokenizer)) is not None}
+    return Tools(form, called, marks, grammar if is_constrained else None)
 
 
 def _choice(given: Mapping[str, Any], names: Collection[str]) -> str:
@@ -133,8 +136,9 @@ def _function(tool: object, number: int) -> dict[str, Any]:
     if not isinstance(function, dict) or not isinstance(name, str) or not _NAME.fullmatch(name):
         wanted = '{"type": "function", "function": {"name": NAME, "parameters": SCHEMA}}'
         raise RequestError(f"entry {number} of tools must be {wanted}, with a name of {_NAME.pattern}", param="tools")
-    if not isinstance(function.get("parameters", {}), dict):
-        raise RequestError(f"parameters of {name} in tools must be a schema, an object", param="tools")
+    schema = function.get("parameters", {})
+    if not isinstance(schema, dict) or schema.get("type", "object") != "object":
+        raise RequestError(f"parameters of {name} in tools must be the schema of an object", param="tools")
     return function
 
 
@@ -210,7 +214,7 @@ def _read_calls(calls: Any, number: int, tokenizer: PreTrainedTokenizerBase) -> 
 
 def _object(given: object) -> dict[str, Any]:
     found = json.loads(given) if isinstance(given, str) else given
-    if not isinstance(found, dict):
+    if not isinstance(found, dict) or is_deep(found, MOST_DEPTH):
         raise TypeError
     return found
 
@@ -272,7 +276,7 @@ class CallReader:
                 one, end = _DECODER.raw_decode(body)
                 if one["name"] not in self._names:
                     break
-                arguments = json.dumps(_object(one[self._form.key]), ensure_ascii=False)
+                arguments = json.dumps(_object(one[self._form.key]), ensure_ascii=False, allow_nan=False)
                 calls.append(Call(one["name"], arguments, secrets.token_hex(_ID_LENGTH)[:_ID_LENGTH]))
                 body = body[end:]
         except (KeyError, TypeError, ValueError, RecursionError):
@@ -281,17 +285,16 @@ class CallReader:
 
 
 class MarkedText(IncrementalText):
-    """The text of an answer in which one special token, the mark of calls, has text."""
+    """The text of an answer in which the special tokens that begin and end calls have text."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt_ids: Sequence[int], tools: Tools) -> None:
         super().__init__(tokenizer, prompt_ids)
-        self._mark_id, self._mark = tools.mark_id, tools.form.mark
+        self._marks = tools.marks
 
     def push(self, token_ids: Sequence[int], *, num_accepted: int = 0) -> list[Piece]:
         """See `IncrementalText`."""
         pieces, ids = list[Piece](), [*token_ids]
-        while self._mark_id in ids:
-            place = ids.index(self._mark_id)
-            pieces += [*super().push(ids[:place]), *self.flush(), Piece(self._mark, accepted=False)]
+        while (place := next((place for place, token in enumerate(ids) if token in self._marks), None)) is not None:
+            pieces += [*super().push(ids[:place]), *self.flush(), Piece(self._marks[ids[place]], accepted=False)]
             ids = ids[place + 1 :]
         return [*pieces, *super().push(ids, num_accepted=num_accepted)]

@@ -10,23 +10,40 @@ from llama_ssp.kernels.parts import rows_of
 from llama_ssp.machines import hardware
 from llama_ssp.models.cache import StaticCache
 from llama_ssp.planning.memory import memory
+from llama_ssp.planning.spec import make_spec as spec_of_run
 from llama_ssp.planning.timing import CostModel
 from llama_ssp.rooms.self_drafts.records import SelfConfig
+from llama_ssp.settings.trees import tree_shape
 from llama_ssp.storage.formats import OWN_DTYPE
+from tests.helpers.composed import compose_run
 from tests.helpers.planning import make_spec
 
 H100 = hardware.load("h100")
 SPEC: dict[str, Any] = {"batch_size": 8, "prompt_tokens": 8000, "max_new_tokens": 100, "num_draft_tokens": 3}
 
 
-def costs(**draft: Any) -> CostModel:
-    settings = SelfConfig(kind="self", **draft)
-    return CostModel(make_spec("7B", free_draft="self", free_settings=settings, **SPEC), H100)
+def costs(tree: str | None = None, /, **draft: Any) -> CostModel:
+    settings, shape = SelfConfig(kind="self", **draft), tree_shape(tree) if tree else None
+    spec = SPEC | ({"num_draft_tokens": shape.num_nodes, "tree": shape} if shape else {})
+    return CostModel(make_spec("7B", free_draft="self", free_settings=settings, **spec), H100)
 
 
 def test_half_of_the_layers_take_half_of_the_time_but_for_the_output() -> None:
     whole, half = (costs(layers=number).drafting_s(3) for number in (32, 16))
     assert 0.45 < half / whole < 0.56
+
+
+def test_a_tree_takes_a_forward_for_each_level() -> None:
+    chain, tree = costs(layers=16), costs("2x2x1", layers=16)
+    assert chain.drafting_s(3) < tree.drafting_s(10) < 1.5 * chain.drafting_s(3)
+
+
+def test_a_fallback_takes_no_cost_away() -> None:
+    words = "task=generate", "draft=self", "draft.layers=4", "speculation.num_draft_tokens=auto"
+    for more in ([], ["draft.fallback=ngram"]):
+        config, _ = compose_run(*words, *more)
+        spec = spec_of_run(config, world_size=1, device="cpu", prompt_tokens=64)
+        assert spec.free_terms.layers == 4
 
 
 def test_a_window_reads_a_small_part_of_a_long_cache() -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.cache_utils import DynamicCache
 
+from llama_ssp import load
 from llama_ssp.errors import ConfigError
 from llama_ssp.models.cache import StaticCache
 from llama_ssp.models.llama.decoder import LeanRunner
@@ -210,6 +211,11 @@ def test_the_small_cache_has_the_slots_that_a_plan_counts(name: str, folder: Pat
     assert held == (3 * (slots + NUM_DRAFTED + 1) * layers * value_bytes if slots else 0)
 
 
+def test_the_library_which_has_no_setting_of_layers_names_it_as_no_draft() -> None:
+    with pytest.raises(ConfigError, match="unknown draft 'self'"):
+        load("tiny", "self")
+
+
 def test_a_rank_without_the_target_is_refused() -> None:
     nothing = NullRunner(device=torch.device("cpu"), vocab_size=8, max_position_embeddings=8)
     with pytest.raises(ConfigError, match="every rank to hold a part of the target"):
@@ -230,6 +236,7 @@ BAD = {
     "draft.layers=2 draft.sinks=3": "draft.sinks has no effect without draft.window",
     "draft.layers=2 model=mixtral_8x7B": "layers are like Llama's",
     "draft.layers=2 speculation.overlap=true": "overlap",
+    "draft.window=9 speculation.tree=wide": "'wide' is not the shape of a tree",
     "draft.layers=2 task=acceptance task.store=true": "keeps no pair of draft=self",
 }
 

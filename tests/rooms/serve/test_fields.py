@@ -240,7 +240,7 @@ def test_a_full_server_says_when_to_come_back(pair: Pair) -> None:
 
 
 def test_token_ids_are_those_of_the_text(server: Server) -> None:
-    """In parts too, and the names of scored tokens say the same ids."""
+    """In parts too, whose text a stop may hold back, and the names of scored tokens say the same ids."""
     named = {"return_token_ids": True, "return_tokens_as_token_ids": True, "logprobs": 2}
     [choice] = server.complete(**ASKED, **named)["choices"]
     ids, prompt = choice["token_ids"], choice["prompt_token_ids"]
@@ -249,6 +249,8 @@ def test_token_ids_are_those_of_the_text(server: Server) -> None:
     assert choice["logprobs"]["tokens"] == [f"token_id:{token}" for token in ids]
     tops = choice["logprobs"]["top_logprobs"]
     assert all(top.keys() >= {name} for top, name in zip(tops, choice["logprobs"]["tokens"], strict=True))
-    parts = [part["choices"][0] for part in server.stream("/v1/completions", **ASKED, return_token_ids=True)]
-    assert [token for part in parts for token in part["token_ids"]] == ids
+    for stop in ([], ["never in this text"]):
+        asked = {**ASKED, "stop": stop, "return_token_ids": True}
+        parts = [part["choices"][0] for part in server.stream("/v1/completions", **asked)]
+        assert [token for part in parts for token in part["token_ids"]] == ids
     assert not {"token_ids", "prompt_token_ids"} & server.complete(**ASKED)["choices"][0].keys()

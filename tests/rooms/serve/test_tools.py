@@ -119,6 +119,7 @@ TEXTS = {
     "an unknown tool": '<tool_call>{"name": "other", "arguments": {}}</tool_call> so',
     "no arguments": '{"name": "weather"}', "no object": "[TOOL_CALLS][1, 2]", "a list": "[1] and {",
     "arguments that are a list": '{"name": "weather", "parameters": [1]}', "white space": " \n",
+    "a number that JSON lacks": '<tool_call>{"name": "weather", "arguments": {"city": NaN}}</tool_call>',
     "more": '{"a": 1} then',
 }  # fmt: skip
 
@@ -264,6 +265,22 @@ def test_a_mark_that_is_a_special_token_is_seen_though_it_has_no_text(monkeypatc
         assert (shown.strip(), call.name, call.arguments) == ("I see", "weather", '{"city": "Rom"}')
 
 
+def test_calls_between_special_tokens_are_all_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    marks = [AddedToken(text, special=True) for text in ("<tool_call>", "</tool_call>")]
+    with load("tiny") as pair:
+        pair.tokenizer.add_special_tokens({"additional_special_tokens": marks})
+        monkeypatch.setattr(pair.tokenizer, "chat_template", template_of("hermes"))
+        calls = [f"<tool_call>\n{written('hermes', 'weather', city=city)}\n</tool_call>" for city in ("Rom", "Bonn")]
+        whole, streamed = answer_to(pair, "\n".join(calls), asked={"tools": [WEATHER]}, step=1)
+    found = [json.loads(call["function"]["arguments"]) for call in whole["message"]["tool_calls"]]
+    assert (found, whole["message"]["content"]) == ([{"city": "Rom"}, {"city": "Bonn"}], None)
+    assert streamed["tool_calls"] == whole["message"]["tool_calls"]
+
+
+DEEP: dict[str, Any] = json.loads('{"a":' * 300 + "{}" + "}" * 300)
+DEEP_CALL = {"id": "a", "function": {"name": "weather", "arguments": '{"a":' * 300 + "1" + "}" * 300}}
+
+
 @pytest.mark.parametrize(
     ("asked", "param"),
     [
@@ -271,6 +288,7 @@ def test_a_mark_that_is_a_special_token_is_seen_though_it_has_no_text(monkeypatc
         ({"tools": [function("a b")]}, "tools"), ({"tools": [WEATHER, WEATHER]}, "tools"),
         ({"tools": [function(f"a{n}") for n in range(129)]}, "tools"), ({"tools": [function("a\ud800")]}, "tools"),
         ({"tools": [{"type": "function", "function": {"name": "a", "parameters": []}}]}, "tools"),
+        ({"tools": [function("a", {"type": "string"})]}, "tools"), ({"tools": [function("a", DEEP)]}, None),
         ({"tools": [function("a", {"not": {}}, strict=True)]}, "tools"), ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": [WEATHER], "tool_choice": "any"}, "tool_choice"),
         ({"tools": [WEATHER], "tool_choice": 3}, "tool_choice"),
@@ -280,8 +298,9 @@ def test_a_mark_that_is_a_special_token_is_seen_though_it_has_no_text(monkeypatc
         ({"tools": [WEATHER], "guided_regex": "a"}, "tools"), ({"functions": [{"name": "a"}]}, "functions"),
         ({"messages": [{"role": "assistant", "tool_calls": [{"id": "a"}]}, CHAT["messages"][0]]}, "messages"),
         ({"messages": [{"role": "user", "tool_calls": [1]}, CHAT["messages"][0]]}, "messages"),
+        ({"messages": [{"role": "assistant", "tool_calls": [DEEP_CALL]}, CHAT["messages"][0]]}, "messages"),
     ],
-    ids=str,
+    ids=lambda value: str(value)[:99],
 )  # fmt: skip
 def test_what_cannot_be_called_is_refused_by_a_field(
     served: Pair, monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any], param: str
@@ -290,6 +309,22 @@ def test_what_cannot_be_called_is_refused_by_a_field(
     with pytest.raises(RequestError) as error:
         reader_of(served).read(CHAT | asked, is_chat=True)
     assert error.value.param == param, error.value.message
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [({"chat_template_kwargs": 1}, "chat_template_kwargs must be an object"), ({"tools": DEEP}, "inside each other"),
+     ({"chat_template_kwargs": None, "tools": None}, None)],
+)  # fmt: skip
+def test_a_body_whose_tokens_are_counted_is_checked_as_others(
+    served: Pair, monkeypatch: pytest.MonkeyPatch, more: dict[str, Any], said: str | None
+) -> None:
+    monkeypatch.setattr(served.tokenizer, "chat_template", template_of("hermes"))
+    if said is None:
+        assert reader_of(served).tokenize(CHAT | more)
+    else:
+        with pytest.raises(RequestError, match=said):
+            reader_of(served).tokenize(CHAT | more)
 
 
 @pytest.mark.parametrize(
