@@ -63,9 +63,18 @@ class Acceptance:
     between: tuple[tuple[float, "Acceptance"], ...] = ()
     is_of_texts: bool = False
 
+    @property
+    def trees(self) -> tuple[TreeShape, ...]:
+        """Trees whose tokens per round are known apart from those of chains."""
+        return ()
+
     def tokens_by_length(self, probability: float, longest: int) -> list[float]:
         """Expected tokens per round of K = 1, 2, ..., where the figure is `probability`, or one of `ends`."""
         return tokens_by_length(self.by_position(probability, longest))
+
+    def tokens_of_tree(self, probability: float, tree: TreeShape) -> float:
+        """Expected tokens per round of a tree, where the figure is `probability`, or one of `ends`."""
+        return tree_tokens(self.by_position(probability, tree.depth), tree)
 
     def by_position(self, probability: float, number: int) -> tuple[float, ...]:
         """The acceptance at the first `number` positions where the figure is `probability`, or one of `ends`."""

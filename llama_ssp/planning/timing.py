@@ -30,7 +30,6 @@ from llama_ssp.planning.acceptance import (
     expected_of_spec,
     overlapped_corrections,
     overlapped_tokens,
-    tree_tokens,
 )
 from llama_ssp.planning.collectives import guesses_sums, message_s, round_messages
 from llama_ssp.planning.forwards import MOST_DRAFT_TOKENS, ForwardTime, ModelPlacement, ShardDraws, forward_time
@@ -429,7 +428,7 @@ def _speculative(costs: CostModel, plain: Timing) -> Timing:
         if overlapped:  # a block goes on from the one before, so that its positions are all alike
             return [overlapped_tokens(probability, number) for number in lengths]
         if tree:
-            return [tree_tokens(acceptance.by_position(probability, tree.depth), tree)]
+            return [acceptance.tokens_of_tree(probability, tree)]
         return acceptance.tokens_by_length(probability, lengths.stop - 1)
 
     rounds_s = [one.round_s for one in overlapped] or [

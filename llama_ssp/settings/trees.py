@@ -7,7 +7,7 @@ children each; `dynamic` means this one. `sampling.trees` has the trees themselv
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate
 from operator import mul
@@ -23,14 +23,14 @@ class TreeShape:
     """The shape of a tree.
 
     Attributes:
-        text: as settings write it.
+        text: as settings write it; others may mean the same shape.
         num_nodes: drafted tokens.
         widths: the most children that a node has, level by level from the root on.
         read: how many nodes the draft reads, in its forwards after the first.
         is_dynamic: the probabilities of the draft decide which nodes a round has.
     """
 
-    text: str
+    text: str = field(compare=False)
     num_nodes: int
     widths: tuple[int, ...]
     read: tuple[int, ...]

@@ -42,12 +42,21 @@ def tree_law(
 
     The models have one table for prefixes of up to D tokens. Returns fp64 (V^(D + 1),), exact to about 1e-14.
     """
-    target_probs, draft_probs = ([process(logits[0]) for logits in model.logits] for model in (target, draft))
-    texts = _Round(tree, target_probs, draft_probs, verify=verify, draw=draw).texts()
+    target_probs = [process(logits[0]) for logits in target.logits]
+    texts = round_texts(tree, process, target=target, draft=draft, verify=verify, draw=draw)
     law = texts[0]
     for length, text_law in enumerate(texts[1:], start=1):
         law = text_law + (law[:, None] * target_probs[length]).flatten()
     return law
+
+
+def round_texts(
+    tree: Tree, process: Process, *, target: TableModel, draft: TableModel, verify: VerifyTree = verify_tree,
+    draw: DrawChildren = draw_children,
+) -> list[Tensor]:  # fmt: skip
+    """Measure the law of what one round adds: for n = 0..D accepted tokens, of the n + 1 new ones, (V^(n + 1),)."""
+    target_probs, draft_probs = ([process(logits[0]) for logits in model.logits] for model in (target, draft))
+    return _Round(tree, target_probs, draft_probs, verify=verify, draw=draw).texts()
 
 
 class _Round:

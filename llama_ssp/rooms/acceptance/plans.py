@@ -17,6 +17,7 @@ from llama_ssp.rooms.acceptance.records import TRACE_FILE
 from llama_ssp.rooms.acceptance.trace import SPECULATIVE, Replay, Trace, law_of
 from llama_ssp.settings.drafters import draft_name, drafts
 from llama_ssp.settings.schema import RunConfig
+from llama_ssp.settings.trees import TreeShape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,18 +26,35 @@ class TracedAcceptance(Acceptance):
 
     Attributes:
         shares: for K = 1, 2, ... the shares of rounds that accept the token at each position.
+        of_trees: trees that were read, and tokens per round of each.
     """
 
     shares: tuple[tuple[float, ...], ...]
+    of_trees: tuple[tuple[TreeShape, float], ...] = ()
 
     def tokens_by_length(self, probability: float, longest: int) -> list[float]:
         """See `Acceptance`; beyond the trace each further position declines as heads' do."""
-        factor = _accepted(probability) / (_accepted(self.probability) or 1.0)
+        factor = self._factor(probability)
         found = [1 + factor * sum(of_k) for of_k in self.shares[:longest]]
         last = self.by_position(self.probability, len(self.shares))[-1]
         more = accumulate(repeat(HEAD_DECLINE, longest - len(found)), mul, initial=last)
         reached = accumulate(list(more)[1:], mul, initial=factor * self.shares[-1][-1])
         return found + list(accumulate(list(reached)[1:], initial=found[-1]))[1:]
+
+    @property
+    def trees(self) -> tuple[TreeShape, ...]:
+        """See `Acceptance`."""
+        return tuple(tree for tree, _ in self.of_trees)
+
+    def tokens_of_tree(self, probability: float, tree: TreeShape) -> float:
+        """See `Acceptance`."""
+        for known, tokens in self.of_trees:
+            if known == tree:
+                return 1 + self._factor(probability) * (tokens - 1)
+        return super().tokens_of_tree(probability, tree)
+
+    def _factor(self, probability: float) -> float:
+        return _accepted(probability) / (_accepted(self.probability) or 1.0)
 
     def by_position(self, probability: float, number: int) -> tuple[float, ...]:
         """See `Acceptance`."""
@@ -61,6 +79,13 @@ def of_trace(config: RunConfig, folder: str) -> Callable[[PlannedPair], Acceptan
         raise ConfigError(
             f"{asked} has no draft={own}: it has {', '.join(trace.drafts)}; read its texts with that one too, "
             f"task=acceptance task.texts={folder}"
+        )
+    tree = config.speculation.tree_shape if drafts(config.draft) else None
+    if tree and tree not in trace.trees(own).values():
+        known = ", ".join(of_draft.text for of_draft in trace.trees(own).values()) or "chains alone"
+        raise ConfigError(
+            f"{asked} has no tree {tree.text} of draft={own}: it has {known}; read its texts with that one too, "
+            f"task=acceptance task.texts={folder} task.trees=[{tree.text}]"
         )
     if odd := _changed(config, trace):
         raise ConfigError(f"{asked} was read with other files than the folder of {odd} has: read the texts anew")
@@ -122,4 +147,8 @@ def _acceptance(trace: Trace, draft: str, law: int, rule: str, asked: str) -> Ac
     return TracedAcceptance(
         probability=probability, ends=(low, high), num_draft_tokens=usual, decline=1.0, is_of_texts=True, shares=shares,
         source=f"{asked}, {len({*replay.prompts_B})} prompts, {law_said}",
+        of_trees=tuple(
+            (tree, 1 + sum(trace.replay_tree(name, law).by_position(tree.depth)))
+            for name, tree in trace.trees(draft).items()
+        ),
     )  # fmt: skip

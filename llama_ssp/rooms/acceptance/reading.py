@@ -9,12 +9,14 @@ in rounds: it is made to draw the tokens that the text has, and its laws say how
     steps                              r10  r11  r12             K laws for each beginning t: of x(t + j)
                                             r20  r21  r22
 
-Shapes: B texts, S slots, T places of a chunk, J tokens ahead of a beginning, V vocabulary.
+Shapes: B texts, S slots, T places of a chunk, J tokens ahead of a beginning, D depth of a tree, V vocabulary.
 """
 
+from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -24,20 +26,22 @@ from llama_ssp.architectures.engine import BUCKET_STEP, scored_positions, whole_
 from llama_ssp.models.cache import Taps
 from llama_ssp.models.prefill import Buckets, Prompts, read_prompts
 from llama_ssp.models.upload import to_device
+from llama_ssp.rooms.acceptance import trees
 from llama_ssp.run.decoders import Models
 from llama_ssp.settings.drafters import SAME, cache_of, drafter_of, drafts_greedily, vocabulary_of
 from llama_ssp.settings.rules import DEFAULT
 from llama_ssp.settings.schema import DrafterConfig, RunConfig, VerificationConfig
+from llama_ssp.settings.trees import TreeShape, tree_shape
+from llama_ssp.speculate.drafters.limited import DraftLimit
 from llama_ssp.speculate.drafters.maker import make_drafters
 from llama_ssp.speculate.sampling.context import Context, Rows
 from llama_ssp.speculate.sampling.rules import Rule, make_rule
 from llama_ssp.speculate.sampling.uniforms import PER_DRAW
 
 LOG_P, EXPECTED, VARIANCE = "log_p", "expected_log_p", "variance_log_p"
-LOG_Q, LOG_RACE, PROPOSED = "log_q", "log_race", "proposed"
-"""Names of numbers; `page.md` says what each means."""
+LOG_Q, LOG_RACE, PROPOSED, TREE = "log_q", "log_race", "proposed", "tree="
+"""Names of numbers, of trees before their shape; `page.md` says what each means."""
 _NEVER = float("-inf")
-_FILLING = {LOG_Q: _NEVER, LOG_RACE: _NEVER, PROPOSED: 0}
 _PER_LAW = 6
 """Tensors of a chunk's probabilities that are alive at once."""
 
@@ -86,9 +90,10 @@ class _Batch(NamedTuple):
     buckets: Buckets
 
     @classmethod
-    def of(cls, texts: Sequence[Text], device: torch.device) -> "_Batch":
+    def of(cls, texts: Sequence[Text], device: torch.device, *, num_nodes: int) -> "_Batch":
+        """Texts, with slots for as many nodes of a tree after each."""
         lengths, num_new = [len(text.prompt_ids) for text in texts], max(len(text.token_ids) for text in texts)
-        num_slots = whole_steps(max(lengths) + num_new + 1)
+        num_slots = whole_steps(max(lengths) + num_new + 1 + num_nodes)
         ids = [[*text.prompt_ids, *text.token_ids] for text in texts]
         tokens_BS = to_device([row + [0] * (num_slots - len(row)) for row in ids], device)
         lengths_B = to_device(lengths, device)
@@ -145,14 +150,16 @@ class Reader:
     Args:
         config: of the run, with the law's temperature.
         drafts: the models of each draft, which share the target, and its settings.
-        longest: J of drafts whose laws depend on where a round began.
+        longest: J of drafts whose laws depend on where a round began, or the depth of the deepest tree.
+        trees: shapes of trees that every draft drafts.
 
     Attributes:
         widths: the numbers of a place that each draft has: 1, or J.
     """
 
     def __init__(
-        self, config: RunConfig, drafts: Mapping[str, tuple[Models, DrafterConfig]], *, longest: int
+        self, config: RunConfig, drafts: Mapping[str, tuple[Models, DrafterConfig]], *, longest: int,
+        trees: Sequence[str] = (),
     ) -> None:  # fmt: skip
         models, _ = next(iter(drafts.values()))
         self._target, self._mesh = models.target, models.mesh
@@ -161,22 +168,32 @@ class Reader:
         self._rule, self._batch_size = make_rule(config.sampling, verification), config.batch_size
         self._is_greedy = config.sampling.temperature == 0
         self._readers: list[_Whole | _Steps] = []
+        self._certain: list[_CertainTree] = []
+        shapes = [tree_shape(text) for text in trees]
+        self._num_nodes = max((shape.num_nodes for shape in shapes), default=0)
+        longest = max([longest, *(shape.depth for shape in shapes)])
         for name, (own, draft) in drafts.items():
+            draws = config.sampling.temperature > 0 and not (drafts_greedily(draft) or drafter_of(draft).is_certain)
+            drawn = [shape for shape in shapes if draws and not shape.is_dynamic]
+            own_text = replace(drafter_of(draft).alone(draft), fallback=None)
+
+            def alone(num_tokens: int, tree: str | None = None, *, of: DrafterConfig = own_text) -> RunConfig:
+                rounds = replace(config.speculation, num_draft_tokens=num_tokens, tree=tree, overlap=False)
+                return replace(config, draft=of, verification=verification, speculation=rounds)
+
             is_head = own.sources[-1].origin.shape.is_head
             is_alike = drafter_of(draft).has_model and not is_head
             layout = self._mesh.layout
             sees_all = vocabulary_of(draft) is SAME and cache_of(draft) is None
             if is_alike and sees_all and layout.verify_rank in layout.draft_ranks:
                 sampling = replace(config.sampling, temperature=0.0) if drafts_greedily(draft) else config.sampling
-                reader: _Whole | _Steps = _Whole(name, own, make_rule(sampling, verification))
+                reader: _Whole | _Steps = _Whole(name, own, make_rule(sampling, verification), drawn)
             else:
-                speculation = replace(
-                    config.speculation, num_draft_tokens=1 if is_alike else longest, tree=None, overlap=False
-                )
-                own_text = replace(drafter_of(draft).alone(draft), fallback=None)
-                alone = replace(config, draft=own_text, verification=verification, speculation=speculation)
-                reader = _Steps(name, own, alone, width=1 if is_alike else longest)
+                reader = _Steps(name, own, alone(1 if is_alike else longest), drawn, width=1 if is_alike else longest)
             self._readers.append(reader)
+            self._certain += [
+                _CertainTree(name, own, alone(1, shape.text), shape) for shape in shapes if shape not in drawn
+            ]
         self.widths = {reader.name: reader.width for reader in self._readers}
 
     @torch.inference_mode()
@@ -187,11 +204,12 @@ class Reader:
         `draft/log_q`; other ranks take part.
         """
         filled = [*texts, *[texts[0]] * (self._batch_size - len(texts))]  # of one size: caches stay
-        batch = _Batch.of(filled, self._target.device)
+        batch = _Batch.of(filled, self._target.device, num_nodes=self._num_nodes)
         return {name: values[: len(texts)].cpu() for name, values in self._read(batch).items()}
 
     def _read(self, batch: _Batch) -> Found:
-        readers, of_heads = self._readers, [reader.taps for reader in self._readers if reader.taps]
+        readers = self._readers
+        of_heads = [reader.taps for reader in (*readers, *self._certain) if reader.taps]
         taps = _AllTaps(of_heads) if of_heads else None
         num_rows, num_slots = len(batch.rows), batch.buckets.num_slots
         self._target.allocate(batch_size=num_rows, capacity=num_slots)
@@ -201,7 +219,8 @@ class Reader:
         logits_BTV = logits_BTV[:, None]
         for reader in readers:
             reader.begin(batch)
-        chunk = scored_positions(num_rows, self._target.vocab_size * _PER_LAW)
+        per_law = _PER_LAW * (1 + any(reader.windows.shapes for reader in readers))
+        chunk = scored_positions(num_rows, self._target.vocab_size * per_law)
         start, stop = 0, 1
         own: list[Found] = []
         while True:
@@ -223,7 +242,8 @@ class Reader:
         found = {name: torch.cat([one[name] for one in own], dim=1) for name in own[0]} if own else {}
         for reader in readers:
             found |= reader.end() if self._is_reporting else {}
-        return found
+        of_trees = [tree.read(batch) for tree in self._certain]
+        return found | (dict(ChainMap(*of_trees)) if self._is_reporting else {})
 
     def _of_target(self, laws_BTV: Tensor, ids_BT: Tensor) -> Found:
         """The log-probability of each token, its mean and its variance; of greedy text how far from the best logit."""
@@ -253,19 +273,70 @@ def _of_proposals(proposed_BT: Tensor, ids_BT: Tensor) -> Found:
     return {LOG_Q: certain_BT, LOG_RACE: certain_BT}
 
 
+class _Windows:
+    """Numbers of trees with drawn children, of each beginning whose tokens have all been read.
+
+    Attributes:
+        shapes: of the trees, which may be none.
+    """
+
+    def __init__(self, shapes: Sequence[TreeShape], device: torch.device) -> None:
+        self.shapes, self._generator = shapes, torch.Generator(device)
+        self._ahead = max((shape.depth for shape in shapes), default=1) - 1
+
+    def begin(self, batch: _Batch) -> None:
+        """Forget the texts before; the siblings of a batch are drawn by its tokens alone."""
+        self._found: dict[str, list[Tensor]] = {f"{TREE}{shape.text}": [] for shape in self.shapes}
+        self._kept: Sequence[Tensor] = ()
+        self._generator.manual_seed(crc32(batch.tokens_BS.cpu().numpy().tobytes()))
+
+    def add(self, *places: Tensor, is_last: bool) -> None:
+        """Take the laws (B, T, V) of target and draft at further places, and the tokens (B, T) there."""
+        if not self.shapes:
+            return
+        kept = [torch.cat(parts, dim=1) for parts in zip(self._kept, places, strict=True)] if self._kept else places
+        num_ready = kept[0].shape[1] - (0 if is_last else self._ahead)
+        if num_ready > 0:
+            self.note(*kept, num_beginnings=num_ready)
+        self._kept = [values[:, max(num_ready, 0) :] for values in kept]
+
+    def note(self, *places: Tensor, num_beginnings: int) -> None:
+        """Keep numbers of the first beginnings, which have the places from theirs on; missing ones never count."""
+        ahead = num_beginnings + self._ahead - places[0].shape[1]
+        laws_BSV, draft_BSV, ids_BS = (_longer(values, ahead) for values in places)
+        for shape in self.shapes:
+            some = [slice(depth, depth + num_beginnings) for depth in range(shape.depth)]
+            along = [
+                trees.Place(laws_BSV[:, of].flatten(0, 1), draft_BSV[:, of].flatten(0, 1), ids_BS[:, of].reshape(-1, 1))
+                for of in some
+            ]
+            steps_XD = trees.log_steps(along, shape.widths, self._generator)
+            self._found[f"{TREE}{shape.text}"].append(steps_XD.unflatten(0, (-1, num_beginnings)))
+
+    def end(self) -> Found:
+        """The numbers of the batch, (B, N, D)."""
+        return {name: torch.cat(found, dim=1) for name, found in self._found.items()}
+
+
+def _longer(values_BT: Tensor, num_more: int) -> Tensor:
+    """Repeat the last place; the same if there are enough."""
+    return torch.cat([values_BT, *[values_BT[:, -1:]] * num_more], dim=1)
+
+
 class _Whole:
     """A draft model that reads texts as the target does."""
 
     width, taps = 1, None
 
-    def __init__(self, name: str, models: Models, rule: Rule) -> None:
-        self.name, self._rule = name, rule
+    def __init__(self, name: str, models: Models, rule: Rule, drawn: Sequence[TreeShape]) -> None:
+        self.name, self._rule, self.windows = name, rule, _Windows(drawn, models.target.device)
         self._runner = models.draft
         self._vocab_size, self._context = models.target.vocab_size, models.draft_context
         self._found: list[Found] = []
 
     def begin(self, batch: _Batch) -> None:
         """Read the prompts."""
+        self.windows.begin(batch)
         if self._runner:
             self._runner.allocate(batch_size=len(batch.rows), capacity=batch.buckets.num_slots)
             known = batch.prompts._replace(tokens_RS=self._known(batch.tokens_BS))
@@ -291,22 +362,27 @@ class _Whole:
             found = _of_draft(scores_BTV, laws_BTV, ids_BT)
         found = {name: values_BT.masked_fill(beyond_BT, _NEVER) for name, values_BT in found.items()}
         self._found.append(found | {PROPOSED: scores_BTV.argmax(-1)})
+        is_last, within_BTV = stop == batch.num_new, scores_BTV.masked_fill(beyond_BT[..., None], 0.0)
+        self.windows.add(laws_BTV, within_BTV, ids_BT, is_last=is_last)
 
     def _known(self, ids: Tensor) -> Tensor:
         assert self._runner
         return ids.clamp_max(self._runner.vocab_size - 1)
 
     def end(self) -> Found:
-        """The numbers of the batch, (B, N, 1)."""
+        """The numbers of the batch, (B, N, 1), of trees (B, N, D)."""
         found, self._found = self._found, []
-        return {f"{self.name}/{name}": torch.cat([one[name] for one in found], dim=1)[..., None] for name in found[0]}
+        numbers = {name: torch.cat([one[name] for one in found], dim=1)[..., None] for name in found[0]}
+        return {f"{self.name}/{name}": values for name, values in (numbers | self.windows.end()).items()}
 
 
 class _Steps:
     """A draft that proposes along the text, as in rounds."""
 
-    def __init__(self, name: str, models: Models, config: RunConfig, *, width: int) -> None:
-        self.name, self.width = name, width
+    def __init__(
+        self, name: str, models: Models, config: RunConfig, drawn: Sequence[TreeShape], *, width: int
+    ) -> None:  # fmt: skip
+        self.name, self.width, self.windows = name, width, _Windows(drawn, models.target.device)
         self.taps = models.make_taps()
         self._drafter, *_ = make_drafters(
             config, mesh=models.mesh, target=models.target, runner=models.draft, taps=self.taps,
@@ -317,6 +393,7 @@ class _Steps:
 
     def begin(self, batch: _Batch) -> None:
         """Read the prompts."""
+        self.windows.begin(batch)
         self._drafter.allocate(batch_size=len(batch.rows), num_slots=batch.buckets.num_slots)
         self._drafter.prefill(batch.prompts, rows=batch.rows, buckets=batch.buckets)
         self._next, self._first_law = 1, 0
@@ -349,16 +426,59 @@ class _Steps:
             found = _of_proposals(proposed_BJ, ids_BJ)
         else:
             laws_BJV = laws_BSV[:, start - self._first_law : stop - self._first_law]
-            found = _of_draft(draft.drawn_law[:, : stop - start], laws_BJV, ids_BJ)
-            proposed_BJ = draft.drawn_law.argmax(-1)
+            draft_BJV = draft.drawn_law[:, : stop - start]
+            found = _of_draft(draft_BJV, laws_BJV, ids_BJ)
+            proposed_BJ = draft_BJV.argmax(-1)
+            if self.width == 1:
+                self.windows.add(laws_BJV, draft_BJV, ids_BJ, is_last=stop == batch.num_new)
+            else:
+                self.windows.note(laws_BJV, draft_BJV, ids_BJ, num_beginnings=1)
         missing = (0, self.width - (stop - start))
         found = {name: pad(values_BJ, missing, value=_NEVER) for name, values_BJ in found.items()}
         self._found.append(found | {PROPOSED: proposed_BJ[:, :1]})
 
     def end(self) -> Found:
-        """The numbers of the batch, (B, N, J); nothing is drafted before the first new token."""
+        """The numbers of the batch, (B, N, J), of trees (B, N, D); nothing is drafted before the first new token."""
         found, self._found, self._laws = self._found, [], []
         stacked = {name: torch.stack([one[name] for one in found], dim=1) for name in (found[0] if found else ())}
+        stacked |= self.windows.end() if found else {}
         return {
-            f"{self.name}/{name}": pad(values, (0, 0, 1, 0), value=_FILLING[name]) for name, values in stacked.items()
+            f"{self.name}/{name}": pad(values, (0, 0, 1, 0), value=0 if name == PROPOSED else _NEVER)
+            for name, values in stacked.items()
         }
+
+
+class _CertainTree:
+    """Trees of one shape whose children follow from the text alone, drafted as in rounds."""
+
+    def __init__(self, name: str, models: Models, config: RunConfig, shape: TreeShape) -> None:
+        self._name, self._shape = f"{name}/{TREE}{shape.text}", shape
+        self.taps = models.make_taps()
+        self._drafter, *_ = make_drafters(
+            config, mesh=models.mesh, target=models.target, runner=models.draft, taps=self.taps,
+            prepared=models.prepared,
+        )  # fmt: skip
+        context = models.draft_context
+        self._limit = DraftLimit(context, shape.depth) if context else None
+
+    def read(self, batch: _Batch) -> Found:
+        """Numbers (B, N, D) of texts that the target has read."""
+        num_rows, depth, num_nodes = len(batch.rows), self._shape.depth, self._shape.num_nodes
+        self._drafter.allocate(batch_size=num_rows, num_slots=batch.buckets.num_slots)
+        prompts = self._limit.of_prompts(batch.prompts) if self._limit else batch.prompts
+        self._drafter.prefill(prompts, rows=batch.rows, buckets=batch.buckets)
+        device = batch.tokens_BS.device
+        uniforms_BNP = torch.full((num_rows, num_nodes, PER_DRAW), 0.5, dtype=torch.float64, device=device)
+        found = [torch.full((num_rows, depth), _NEVER, device=device)]
+        for start in range(1, batch.num_new):
+            rows = batch.rows_with(start)
+            draft = self._drafter.propose(
+                self._limit.of_rows(rows, num_nodes) if self._limit else rows, num_tokens=num_nodes,
+                uniforms_BKP=uniforms_BNP, bucket=batch.covering(start + num_nodes),
+            )  # fmt: skip
+            stop = min(start + depth, batch.num_new)
+            steps_BD = trees.log_steps_of(draft, _longer(batch.tokens(start, stop), start + depth - stop))
+            if self._limit:
+                steps_BD = steps_BD.masked_fill(rows.lengths_B[:, None] > self._limit.longest(num_nodes), _NEVER)
+            found.append(steps_BD)
+        return {self._name: torch.stack(found, dim=1)}

@@ -12,10 +12,20 @@ from llama_ssp.errors import ConfigError, unknown_name
 from llama_ssp.fields import made, setting
 from llama_ssp.groups import MoreSettings
 from llama_ssp.planning.spec import KnownPairs
+from llama_ssp.settings.combinations import clashes
 from llama_ssp.settings.constraints import constraint_asked
-from llama_ssp.settings.drafters import DRAFTERS, draft_name, drafter_of, drafts, free_drafts, of_kind
-from llama_ssp.settings.schema import MODEL_DRAFT, DrafterConfig, PlanConfig, RunConfig, TaskConfig
+from llama_ssp.settings.drafters import DRAFTERS, cache_of, draft_name, drafter_of, drafts, free_drafts, of_kind
+from llama_ssp.settings.schema import (
+    MODEL_DRAFT,
+    DrafterConfig,
+    PlanConfig,
+    RunConfig,
+    TaskConfig,
+    VerificationConfig,
+)
 from llama_ssp.settings.tasks import NoEffect, TaskSpec
+from llama_ssp.settings.trees import tree_shape
+from llama_ssp.words import key_of
 
 TRACE_FILE, STORED = "acceptance.npz", "traces"
 """The file of a run folder, and the folder of your own with the traces that are stored."""
@@ -35,6 +45,7 @@ class AcceptanceConfig(TaskConfig):
     )
     temperatures: list[float] = made(list, "of the sampled texts, num_samples at each; none takes that of sampling.")
     longest: int = setting(8, "the largest K.")
+    trees: list[str] = made(list, "trees that every draft drafts too, as in speculation.tree: [2x2x1,dynamic].")
     store: bool = setting(False, "true keeps the trace in your own folder, and plans and runs of its pairs take it.")
     default_prompts: list[str] = made(list, "prompts of a run without prompt= or prompts=.")
 
@@ -65,6 +76,18 @@ def drafts_of(config: RunConfig) -> dict[str, DrafterConfig]:
     own = str(draft_name(config.draft))
     names = cast("AcceptanceConfig", config.task).drafts
     return {own: config.draft} | {name: draft_named(name) for name in names if name != own}
+
+
+def trees_of(config: RunConfig) -> list[str]:
+    """The trees that are read: the run's own, then the others of the task."""
+    own = [config.speculation.tree] if config.speculation.tree else []
+    return [*dict.fromkeys([*own, *cast("AcceptanceConfig", config.task).trees])]
+
+
+def in_rounds(config: RunConfig, draft: DrafterConfig, tree: str | None = None) -> RunConfig:
+    """The settings of rounds of a draft, one after the other, with a tree or with chains."""
+    speculation = replace(config.speculation, tree=tree, overlap=False)
+    return replace(config, draft=draft, speculation=speculation)
 
 
 def stored_file(target: str, draft: str) -> Path:
@@ -108,14 +131,35 @@ def _problems(config: RunConfig, explicit: frozenset[str]) -> Iterator[str | NoE
     if task.store:
         yield from _problems_of_storing(config)
     yield from _unreadable(config)
+    yield from _problems_of_trees(config)
+
+
+def _problems_of_trees(config: RunConfig) -> Iterator[str]:
+    """Sentences for shapes that are none, and for drafts and settings without trees, each once."""
+    task, found = cast("AcceptanceConfig", config.task), dict[str, None]()
+    own = replace(config, verification=VerificationConfig(), draft=replace(config.draft, fallback=None))
+    own = replace(own, speculation=replace(config.speculation, num_draft_tokens=1))
+    for tree in task.trees:
+        try:
+            tree_shape(tree)
+        except ValueError as error:
+            found[f"task.trees={task.trees}: {error}"] = None
+            continue
+        for draft in () if any(map(unknown_draft, task.drafts)) else drafts_of(own).values():
+            of_chains = {*clashes(in_rounds(own, draft))}
+            new = [one for one in clashes(in_rounds(own, draft, tree)) if one not in of_chains]
+            found |= dict.fromkeys(one.replace(key_of("speculation.tree"), "task.trees") for one in new)
+    yield from found
 
 
 def _unreadable(config: RunConfig) -> Iterator[str]:
     """Settings of texts or of rounds that no reading knows."""
     if asked := constraint_asked(config.sampling):
         yield f"task=acceptance reads texts without a {asked.name}: leave it out of sampling"
-    if config.speculation.tree or config.speculation.overlap:
-        yield "task=acceptance reads chains: leave speculation.tree and speculation.overlap out"
+    if cache := cache_of(config.draft):
+        yield f"task=acceptance reads drafts that see the whole text: leave draft.{cache.name} out"
+    if config.speculation.overlap:
+        yield "task=acceptance reads rounds one after the other: leave speculation.overlap out"
 
 
 def _problems_of_storing(config: RunConfig) -> Iterator[str | NoEffect]:

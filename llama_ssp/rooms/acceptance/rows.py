@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import ClassVar
 
 import numpy as np
@@ -11,9 +12,11 @@ from llama_ssp.rooms.acceptance.arithmetic import least_cost
 from llama_ssp.rooms.acceptance.trace import PROPOSED, Replay, Trace
 from llama_ssp.words import share
 
-RowKey = tuple[str, str, float, int]
+RowKey = tuple[str, str, float, int, str | None]
 Costs = Mapping[str, Mapping[int, float]]
 """Seconds of a round, by draft and K; 0 is a plain step."""
+CostsOfTrees = Mapping[tuple[str, str], float]
+"""Seconds of a round, by draft and tree."""
 Auto = Callable[[str, Sequence[Replay], Sequence[Mapping[int, float]]], float]
 """Seconds of K = auto for the first NUM_SIMULATED texts of replays of a draft, and of copies in its place."""
 Decode = Callable[[list[int]], str]
@@ -54,8 +57,9 @@ class AcceptanceRow(Line):
         headroom: by how much whoever knows what will be accepted, and chooses K for each round, would be faster than
             `num_draft_tokens=auto`; 0 without a plan.
         with_copies: the speed of `auto` with `draft.fallback=ngram`, over that without; 1 unless ngram has read too.
-        lost: where most rounds end, of the fastest row of the draft and temperature.
+        lost: where most rounds end, of the fastest row of chains of the draft and temperature.
         num_prompts, num_new_tokens: of the texts that were read.
+        tree: what rounds draft in place of a chain, with K nodes; its positions are depths.
     """
 
     file: ClassVar[str] = "acceptance.jsonl"
@@ -76,22 +80,28 @@ class AcceptanceRow(Line):
     headroom: float = 0.0
     with_copies: float = 1.0
     lost: list[LostRounds] = field(default_factory=list)
+    tree: str | None = None
 
     @property
     def key(self) -> RowKey:
         """What it is of."""
-        return self.draft, self.rule, self.temperature, self.num_draft_tokens
+        return self.draft, self.rule, self.temperature, self.num_draft_tokens, self.tree
+
+    @property
+    def way(self) -> str:
+        """How rounds draft and verify."""
+        return f"tree {self.tree}" if self.tree else self.rule
 
     @property
     def point(self) -> PointOverK:
         """It in a figure."""
-        panel, line = f"Tokens per round, T = {self.temperature:g}", f"{self.draft}, {self.rule}"
+        panel, line = f"Tokens per round, T = {self.temperature:g}", f"{self.draft}, {self.way}"
         return PointOverK(panel, line, self.num_draft_tokens, self.tokens_per_round, self.low, self.high)
 
     @property
     def name(self) -> str:
         """Its name in a report."""
-        return f"{self.draft}, {self.rule}, T = {self.temperature:g}, K = {self.num_draft_tokens}"
+        return f"{self.draft}, {self.way}, T = {self.temperature:g}, K = {self.num_draft_tokens}"
 
     @property
     def figures(self) -> ResultFigures:
@@ -100,13 +110,13 @@ class AcceptanceRow(Line):
 
     @classmethod
     def on_screen(cls, results: Sequence["AcceptanceRow"]) -> ResultTable:
-        """Lay out a line for each draft, rule and temperature, at the fastest K."""
+        """Lay out a line for each draft, rule or tree, and temperature, at the fastest K."""
         groups: dict[tuple[str, str, float], list[AcceptanceRow]] = {}
         for row in results:
-            groups.setdefault(row.key[:3], []).append(row)
+            groups.setdefault((row.draft, row.way, row.temperature), []).append(row)
         headings = (
             "draft",
-            "rule",
+            "rule" + ", tree" * any(row.tree for row in results),
             "T",
             "tokens/round, K = 1, 2, ...",
             "best K",
@@ -116,13 +126,13 @@ class AcceptanceRow(Line):
             "copies",
         )
         found = []
-        for (draft, rule, temperature), rows in groups.items():
+        for (draft, way, temperature), rows in groups.items():
             best = max(rows, key=lambda row: row.share_of_best)
             by_k = " ".join(f"{row.tokens_per_round:.2f}" for row in rows)
             interval = f"{best.low:.2f}..{best.high:.2f}"
             of_best = share(best.share_of_best)
-            found.append([draft, rule, f"{temperature:g}", by_k, str(best.num_draft_tokens), interval, of_best])
-            found[-1] += [share(best.headroom), f"{best.with_copies:.2f}x"]
+            found.append([draft, way, f"{temperature:g}", by_k, str(best.num_draft_tokens), interval, of_best])
+            found[-1] += ["", ""] if best.tree else [share(best.headroom), f"{best.with_copies:.2f}x"]
         return ResultTable((_title(results), _MEANING, *_lost_said(results)), headings, found)
 
     @classmethod
@@ -194,9 +204,10 @@ def _lost(trace: Trace, row: AcceptanceRow, law: int, decode: Decode) -> list[Lo
 
 
 def rows_of(
-    trace: Trace, costs: Costs, *, auto: Auto | None = None, decode: Decode | None = None
-) -> Iterator[AcceptanceRow]:
-    """The rows of a trace, K from 1 to its longest; without the costs of a draft a round costs 1.
+    trace: Trace, costs: Costs, of_trees: CostsOfTrees | None = None, *, auto: Auto | None = None,
+    decode: Decode | None = None,
+) -> Iterator[AcceptanceRow]:  # fmt: skip
+    """The rows of a trace, K from 1 to its longest, and trees; without the costs of a draft a round costs 1.
 
     `auto` says the seconds of the shipped K = auto, and `decode` the text of tokens; without them rows lack both.
     """
@@ -206,11 +217,16 @@ def rows_of(
         found = [
             row
             for draft in trace.drafts
-            for rule in trace.rules(draft, law)
-            for row in _rows(trace, costs, auto, law=law, draft=draft, rule=rule)
+            for row in (
+                *chain.from_iterable(
+                    _rows(trace, costs, auto, law=law, draft=draft, rule=rule) for rule in trace.rules(draft, law)
+                ),
+                *_rows_of_trees(trace, of_trees or {}, law=law, draft=draft),
+            )
         ]
         fastest = max(row.share_of_best for row in found)
-        best = {draft: max((row for row in found if row.draft == draft), key=_speed).key for draft in trace.drafts}
+        chains = [row for row in found if not row.tree]
+        best = {draft: max((row for row in chains if row.draft == draft), key=_speed).key for draft in trace.drafts}
         for row in found:
             is_shown = row.key == best[row.draft] and f"{row.draft}/{PROPOSED}" in trace.arrays
             lost = _lost(trace, row, law, decode) if decode and is_shown else []
@@ -222,10 +238,8 @@ def _speed(row: AcceptanceRow) -> float:
 
 
 def _rows(trace: Trace, costs: Costs, auto: Auto | None, *, law: int, draft: str, rule: str) -> Iterator[AcceptanceRow]:
-    """The rows of one draft, law and rule, whose `share_of_best` is the tokens per second."""
-    texts, own = trace.texts(law), costs.get(draft, {})
-    categories = trace.arrays["text_category"][texts]
-    replay = trace.replay(draft, law, rule, trace.about["longest"])
+    """The rows of chains of one draft, law and rule, whose `share_of_best` is the tokens per second."""
+    own, replay = costs.get(draft, {}), trace.replay(draft, law, rule, trace.about["longest"])
     headroom, with_copies = 0.0, 1.0
     if auto and own:
         auto_s = auto(draft, [replay], [own])
@@ -234,15 +248,32 @@ def _rows(trace: Trace, costs: Costs, auto: Auto | None, *, law: int, draft: str
             copies = trace.replay(COPIES, law, trace.rules(COPIES, law)[0], trace.about["longest"])
             with_copies = auto_s / auto(draft, [replay, copies], [own, costs[COPIES]])
     for number in range(1, replay.reach_BTD.shape[2]):
-        tokens, low, high = replay.tokens_per_round(number)
-        yield AcceptanceRow(
-            draft=draft, rule=rule, temperature=trace.temperatures[law], num_draft_tokens=number,
-            tokens_per_round=tokens, low=low, high=high, share_of_best=tokens / own.get(number, 1.0),
-            by_position=replay.by_position(number),
-            by_category={
-                str(name): replay.tokens_per_round(number, of_texts=categories == name)[0]
-                for name in sorted({*categories} - {""})
-            },
-            headroom=headroom, with_copies=with_copies, num_prompts=len({*trace.arrays["text_index"][texts]}),
-            num_new_tokens=int(trace.arrays["text_length"][texts].sum()),
-        )  # fmt: skip
+        row = _row(trace, replay, number, own.get(number, 1.0), law=law, draft=draft, rule=rule)
+        yield replace(row, num_draft_tokens=number, headroom=headroom, with_copies=with_copies)
+
+
+def _rows_of_trees(trace: Trace, costs: CostsOfTrees, *, law: int, draft: str) -> Iterator[AcceptanceRow]:
+    """The same of the trees of one draft and law, which all rules verify alike."""
+    for name, tree in trace.trees(draft).items():
+        replay, rule = trace.replay_tree(name, law), trace.rules(draft, law)[0]
+        row = _row(trace, replay, tree.depth, costs.get((draft, tree.text), 1.0), law=law, draft=draft, rule=rule)
+        yield replace(row, num_draft_tokens=tree.num_nodes, tree=tree.text)
+
+
+def _row(
+    trace: Trace, replay: Replay, longest: int, cost: float, *, law: int, draft: str, rule: str
+) -> AcceptanceRow:  # fmt: skip
+    """A row of rounds that accept at most `longest` tokens."""
+    texts, (tokens, low, high) = trace.texts(law), replay.tokens_per_round(longest)
+    categories = trace.arrays["text_category"][texts]
+    return AcceptanceRow(
+        draft=draft, rule=rule, temperature=trace.temperatures[law], num_draft_tokens=longest,
+        tokens_per_round=tokens, low=low, high=high, share_of_best=tokens / cost,
+        by_position=replay.by_position(longest),
+        by_category={
+            str(name): replay.tokens_per_round(longest, of_texts=categories == name)[0]
+            for name in sorted({*categories} - {""})
+        },
+        num_prompts=len({*trace.arrays["text_index"][texts]}),
+        num_new_tokens=int(trace.arrays["text_length"][texts].sum()),
+    )  # fmt: skip

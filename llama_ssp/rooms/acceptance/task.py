@@ -29,8 +29,10 @@ from llama_ssp.rooms.acceptance.records import (
     TRACE_FILE,
     AcceptanceConfig,
     drafts_of,
+    in_rounds,
     stored_file,
     temperatures_of,
+    trees_of,
 )
 from llama_ssp.rooms.acceptance.rows import NUM_SIMULATED, rows_of
 from llama_ssp.rooms.acceptance.simulation import auto_seconds
@@ -213,7 +215,7 @@ def _read(
                 batch = [texts[number] for number in batches[some[mesh.number]]]
                 law = batch[0].law
                 if law not in readers:
-                    readers[law] = Reader(configs[law], drafts, longest=longest)
+                    readers[law] = Reader(configs[law], drafts, longest=longest, trees=trees_of(config))
                 found = readers[law].read(batch)
                 if is_reporting:
                     for name, width in readers[law].widths.items():
@@ -293,18 +295,20 @@ def _answer(session: Session, configs: Sequence[RunConfig], sources: Mapping[str
             file.parent.mkdir(parents=True, exist_ok=True)
         _write(file, trace.to_bytes())
         session.terminal.say(f"stored in {file}: plans of {config.model.name} with {name} now take it")
-    costs, lengths = {}, {}
+    costs, of_trees, lengths = {}, {}, {}
     if plan := session.plan:
         for name, draft in drafts_of(config).items():
-            known = with_number_formats(replace(configs[0], draft=draft), (session.models.sources[0], sources[name]))
+            chains = with_number_formats(in_rounds(configs[0], draft), (session.models.sources[0], sources[name]))
             longest = trace.most_drafted(name) or task.longest
-            costs[name] = costs_of(CostModel(_spec_of(session, known), plan.hardware), longest)
+            costs[name] = costs_of(CostModel(_spec_of(session, chains), plan.hardware), longest)
+            for tree in trace.trees(name).values():
+                model = CostModel(_spec_of(session, in_rounds(chains, chains.draft, tree.text)), plan.hardware)
+                of_trees[name, tree.text] = model.drafting_s(tree.num_nodes) + model.verify_s(tree.num_nodes)
             lengths[name] = adaptive_lengths(draft.model.shape if draft.model else None)
     finished = {row.key for row in folder.results}
     decode = TextAfter(session.models.tokenizer, (), names_special=True).decode
-    for row in rows_of(
-        trace, costs, decode=decode, auto=partial(auto_seconds, lengths=lengths, num_texts=NUM_SIMULATED)
-    ):
+    auto = partial(auto_seconds, lengths=lengths, num_texts=NUM_SIMULATED)
+    for row in rows_of(trace, costs, of_trees, decode=decode, auto=auto):
         if row.key not in finished:
             folder.append_result(row)
 

@@ -24,6 +24,7 @@ from llama_ssp.rooms.acceptance.records import TRACE_FILE
 from llama_ssp.settings.rules import AT_ZERO
 from llama_ssp.settings.schema import SamplingConfig
 from llama_ssp.settings.tasks import default_of
+from llama_ssp.settings.trees import TreeShape, tree_shape
 
 VERSION = 1
 SPECULATIVE, BLOCK, COUPLED = "speculative", "block", "coupled"
@@ -32,7 +33,7 @@ NOT_OF_LAW = {"from_model", "bad_ids", "eos_ids", "by_row"}
 """Settings of sampling that say where others are from, or say them again."""
 OF_TEXTS = ("text_index", "text_sample", "text_law", "text_length", "text_category")
 OF_TOKENS = ("token_id", "log_p", "expected_log_p", "variance_log_p")
-LOG_Q, LOG_RACE, PROPOSED = "log_q", "log_race", "proposed"
+LOG_Q, LOG_RACE, PROPOSED, TREE = "log_q", "log_race", "proposed", "tree="
 _NUM_BOOTSTRAPS, _NUM_AT_ONCE = 1000, 512
 _NEAR_TIE = 0.5
 """Of greedy text, how far below the best logit a token may stand that another rounding has chosen."""
@@ -177,6 +178,24 @@ class Trace:
         if self.temperatures[law] == 0:
             return (AT_ZERO,)
         return (SPECULATIVE,) if self.drafts[draft]["is_certain"] else RULES
+
+    def trees(self, draft: str) -> dict[str, TreeShape]:
+        """The trees of a draft that it knows, by the names of their arrays."""
+        names = [name for name in self.arrays if name.startswith(f"{draft}/{TREE}")]
+        return {name: tree_shape(name.removeprefix(f"{draft}/{TREE}")) for name in names}
+
+    def replay_tree(self, name: str, law: int) -> Replay:
+        """The rounds of the law's texts with a tree, by the name of its array; K is its depth."""
+        texts = self.texts(law)
+        lengths = self.arrays["text_length"][texts].astype(np.int64)
+        depth, length = self.arrays[name].shape[1], int(lengths.max())
+        reaches = [
+            arithmetic.reach_of(arithmetic.by_left_from(
+                self.padded(name, texts[some], filling=-np.inf, num_tokens=length), lengths[some], depth
+            ))
+            for some in _some_at_a_time(len(texts))
+        ]  # fmt: skip
+        return Replay(reach_BTD=np.concatenate(reaches), lengths_B=lengths, prompts_B=self.arrays["text_index"][texts])
 
     def replay(self, draft: str, law: int, rule: str, longest: int) -> Replay:
         """The rounds of the law's texts with a draft and a rule, up to K = `longest`."""

@@ -18,6 +18,7 @@ from llama_ssp.catalogue import ModelConfig
 from llama_ssp.errors import PlacementError
 from llama_ssp.groups import MORE
 from llama_ssp.machines.hardware import HardwareConfig
+from llama_ssp.planning.acceptance import expected_of_spec
 from llama_ssp.planning.layouts import layouts
 from llama_ssp.planning.memory import RankMemoryPlan, fits, fullest_rank
 from llama_ssp.planning.model import PlannedModel, planned_model
@@ -36,7 +37,8 @@ MOST_NODES = 4
 """Nodes that are tried if one has too little room."""
 TREES = tuple(map(tree_shape, ("2x1x1", "2x2x1", "3x2x1x1", "4x2x2x1x1")))
 FEW_ROWS = 4
-"""Trees that a search tries, and the most rows that it tries them for: each row has a tree of its own."""
+"""Trees that a search tries for heads of which none is known, and the most rows that it tries trees for: each row has a
+tree of its own."""
 
 
 @cache
@@ -284,9 +286,10 @@ def in_formats(plain: PlannedModel, *, device: str) -> Iterator[PlannedModel]:
 def _with_trees(spec: PlanSpec) -> Iterator[PlanSpec]:
     is_exact = spec.rule in {DEFAULT, AT_ZERO} and not spec.counts_tokens and spec.vocabulary is SAME
     is_placed = spec.draft_kind in {DraftLayout.one_rank, DraftLayout.sharded}
-    if spec.has_head and is_placed and is_exact and spec.batch_size <= FEW_ROWS:
-        for tree in TREES:
-            yield replace(spec, tree=tree, num_draft_tokens=tree.num_nodes, adapts=False)
+    if spec.drafts and is_placed and is_exact and spec.batch_size <= FEW_ROWS:
+        for tree in expected_of_spec(spec).trees or (TREES if spec.has_head else ()):
+            is_certain = spec.is_certain or tree.is_dynamic
+            yield replace(spec, tree=tree, num_draft_tokens=tree.num_nodes, adapts=False, is_certain=is_certain)
 
 
 def _series(target: PlannedModel, known: list[ModelConfig]) -> list[ModelConfig]:

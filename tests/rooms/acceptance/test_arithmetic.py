@@ -7,7 +7,7 @@ Shapes: G tables, one for each prefix, V vocabulary, K drafted tokens, N drafts,
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
@@ -19,12 +19,18 @@ import torch
 
 from llama_ssp.rooms.acceptance import arithmetic
 from llama_ssp.rooms.acceptance.arithmetic import Array
+from llama_ssp.rooms.acceptance.trees import Place, log_steps, log_steps_of, reach_along
 from llama_ssp.settings.schema import SamplingConfig, VerificationConfig
+from llama_ssp.settings.trees import tree_shape
 from llama_ssp.speculate.sampling.context import Context
+from llama_ssp.speculate.sampling.draft import Draft, find_topology
+from llama_ssp.speculate.sampling.processors import processor
 from llama_ssp.speculate.sampling.rules import Rule, make_rule
+from llama_ssp.speculate.sampling.trees import Tree
 from tests.helpers.exact_law import codes_of, processed, round_law
-from tests.helpers.lanes import heavy
+from tests.helpers.lanes import heavy, slow
 from tests.helpers.table_models import TableModel, random_table
+from tests.helpers.tree_law import round_texts
 
 SAMPLING = SamplingConfig(temperature=0.7)
 OTHER = SamplingConfig(temperature=1.0)
@@ -43,6 +49,7 @@ class Case:
     length: int = 4
     has_end: bool = True
     is_certain: bool = False
+    tree: str | None = None
 
     @property
     def models(self) -> tuple[TableModel, TableModel]:
@@ -57,7 +64,14 @@ CASES = [
 ]  # fmt: skip
 cases = pytest.mark.parametrize(
     "case",
-    [*CASES, heavy(Case("speculative", 3)), heavy(Case("block", 3))],
+    [
+        *CASES,
+        heavy(Case("speculative", 3)),
+        heavy(Case("block", 3)),
+        heavy(Case("speculative", 2, length=3, tree="2x1")),
+        slow(Case("speculative", 2, tree="2x1")),
+        slow(Case("speculative", 1, vocab_size=4, has_end=False, length=3, tree="3")),
+    ],
     ids=lambda case: "-".join(map(str, vars(case).values())),
 )
 
@@ -82,7 +96,7 @@ def rounds_of_texts(case: Case) -> dict[Text, dict[int, float]]:
         here = {text: rounds for text, rounds in open_texts.items() if len(text) == length}
         laws = []
         if length < case.length:
-            laws = round_law(
+            laws = laws_of_trees(case, [*here]) if case.tree else round_law(
                 rule, after(target, length), after(draft, length), num_draft_tokens=case.num_draft_tokens,
                 is_point_mass=case.is_certain,
             )  # fmt: skip
@@ -100,6 +114,29 @@ def rounds_of_texts(case: Case) -> dict[Text, dict[int, float]]:
                     for number, before in rounds.items():
                         into[number + 1] = into.get(number + 1, 0.0) + before * chance
     return {text: dict(rounds) for text, rounds in found.items() if sum(rounds.values()) > 0}
+
+
+def laws_of_trees(case: Case, texts: Sequence[Text]) -> list[torch.Tensor]:
+    """The same as `round_law` of rounds with trees, after some texts of one length."""
+    length, size = len(texts[0]), case.vocab_size
+    laws = [torch.zeros(size**length, size ** (number + 1)).double() for number in range(case.num_draft_tokens + 1)]
+    for text in texts:
+        if not case.has_end or text[-1] != END:
+            code = int(codes_of(torch.tensor([text]), size))
+            of_text = laws_of_tree(str(case.tree), *(one_table(after(model, length), code) for model in case.models))
+            for law, own in zip(laws, of_text, strict=True):
+                law[code] = own
+    return laws
+
+
+def laws_of_tree(shape: str, target: TableModel, draft: TableModel) -> list[torch.Tensor]:
+    """For each number of accepted tokens the law of what one round of a tree adds, by the shipped rule."""
+    tree = Tree(tree_shape(shape), torch.device("cpu"))
+    return round_texts(tree, processor(SAMPLING), target=target, draft=draft)
+
+
+def one_table(model: TableModel, number: int) -> TableModel:
+    return TableModel(tuple(logits[number : number + 1] for logits in model.logits))
 
 
 def cut(text: Text, case: Case) -> Text:
@@ -132,12 +169,61 @@ def log_ratios(case: Case, text: Text, *, draft_sampling: SamplingConfig = SAMPL
 
 
 def forecast(case: Case, text: Text, *, shift: int = 0, **of_ratios: Any) -> tuple[float, float, Array]:
-    ratios = log_ratios(case, text, **of_ratios)[None]
     lengths = np.array([len(text)])
+    if case.tree:
+        steps = [tree_steps(case, text, begin) for begin in range(len(text))]
+        placed = arithmetic.by_left_from(np.array([steps]), lengths, case.num_draft_tokens)
+        rounds = arithmetic.rounds_of(arithmetic.reach_of(placed), lengths, case.num_draft_tokens)
+        return float(rounds.mean_B[0]), float(rounds.variance_B[0]), rounds.visits_BT[0]
+    ratios = log_ratios(case, text, **of_ratios)[None]
     placed = arithmetic.by_left(np.roll(ratios, shift, axis=1), lengths, case.num_draft_tokens)
     reach = arithmetic.reach_of(placed, as_block=case.rule == "block" and not case.is_certain)
     rounds = arithmetic.rounds_of(reach, lengths, case.num_draft_tokens)
     return float(rounds.mean_B[0]), float(rounds.variance_B[0]), rounds.visits_BT[0]
+
+
+def tree_steps(case: Case, text: Text, begin: int, **how: Any) -> Array:
+    """Logarithms (D,) of the chances of the tokens from a place on; those after the text are of no account."""
+    target, draft = (laws_along(model, SAMPLING, text)[begin:] for model in case.models)
+    widths = tree_shape(str(case.tree)).widths[: len(target)]
+    places = [
+        Place(of_target.double()[None], of_draft.double()[None], torch.tensor([[token]]))
+        for of_target, of_draft, token in zip(target, draft, text[begin:], strict=True)
+    ][: len(widths)]
+    reach = np.concatenate([[1.0], over_all_courses(places, widths, **how)])
+    with np.errstate(divide="ignore", invalid="ignore"):
+        steps = np.nan_to_num(np.log(reach[1:]) - np.log(reach[:-1]), nan=-np.inf, neginf=-np.inf)
+    return np.append(steps, np.zeros(case.num_draft_tokens - len(steps)))
+
+
+def over_all_courses(
+    places: Sequence[Place], widths: Sequence[int], *, as_drafted: bool = False, forgets: bool = False
+) -> Array:
+    """The mean (D,) of `reach_along` over all siblings and children, each with the probability that it draws.
+
+    With `as_drafted` siblings are taken to be drawn with equal chances, with `forgets` every node to be reached.
+    """
+    size = places[0].target_XV.shape[1]
+    sizes = [number for width in widths for number in [size] * (width - 1) + [width]]
+    courses = torch.tensor([*product(*map(range, sizes))])
+    chance_X, taken = torch.ones(len(courses), dtype=torch.float64), iter(courses.split(1, dim=1))
+
+    def pick(weights_XA: torch.Tensor) -> torch.Tensor:
+        nonlocal chance_X
+        outcome_X1: torch.Tensor = next(taken)
+        total_X1 = weights_XA.sum(1, keepdim=True)
+        equal = torch.full_like(weights_XA, 1 / weights_XA.shape[1])
+        shares_XA = equal if as_drafted else torch.where(total_X1 > 0, weights_XA / total_X1, equal)
+        chance_X = chance_X * shares_XA.gather(1, outcome_X1)[:, 0]
+        return outcome_X1
+
+    many = [Place(*(part.expand(len(courses), -1) for part in place)) for place in places]
+    if forgets:
+        return np.cumprod([over_all_courses([place], [width])[0] for place, width in zip(places, widths, strict=True)])
+    reach_XD = reach_along(many, widths, pick)
+    assert float(chance_X.sum()) == pytest.approx(1, abs=1e-12)
+    found: Array = (chance_X @ reach_XD).numpy()
+    return found
 
 
 def moments(rounds: dict[int, float]) -> tuple[float, float]:
@@ -172,6 +258,66 @@ FAULTS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("case", CASES[1:3], ids=lambda case: case.rule)
 def test_a_planted_fault_is_noticed(case: Case, fault: str) -> None:
     assert max(errors(case, **FAULTS[fault])) > 1e-3
+
+
+TREES = [
+    Case("speculative", 2, tree="2x1"),
+    *[heavy(Case("speculative", len(shape.split("x")), tree=shape)) for shape in ("2x2", "3", "1x1x1")],
+    heavy(Case("speculative", 1, tree="3", vocab_size=4)), slow(Case("speculative", 2, tree="3x2")),
+]  # fmt: skip
+trees = pytest.mark.parametrize("case", TREES, ids=lambda case: f"{case.tree} of {case.vocab_size}")
+
+
+@cache
+def laws_of_first_rounds(case: Case) -> list[torch.Tensor]:
+    return laws_of_tree(str(case.tree), *case.models)
+
+
+def errors_of_a_tree(case: Case, **how: Any) -> float:
+    """The largest error of what a text accepts of one round, times the probability of the text."""
+    (target, _), laws, worst = case.models, laws_of_first_rounds(case), 0.0
+    for text in product(range(case.vocab_size), repeat=case.num_draft_tokens):
+        chances = [float(law[token]) for law, token in zip(laws_along(target, SAMPLING, text), text, strict=True)]
+        reach, left, before = np.exp(np.cumsum(tree_steps(case, text, 0, **how))), 1.0, 1.0
+        for place, chance in enumerate(chances):
+            before *= chance
+            if before:
+                code = int(codes_of(torch.tensor([text[: place + 1]]), case.vocab_size))
+                left -= float(laws[place][code]) / before
+                worst = max(worst, abs(left - reach[place]) * before)
+    return worst
+
+
+@trees
+def test_of_a_tree_a_text_accepts_what_the_shipped_rule_accepts(case: Case) -> None:
+    assert errors_of_a_tree(case) < 1e-12
+
+
+@pytest.mark.parametrize("fault", ["as_drafted", "forgets"])
+def test_of_a_tree_siblings_are_the_rejected_ones_and_weights_are_carried_down(fault: str) -> None:
+    case = Case("speculative", 2, tree="2x1")
+    assert errors_of_a_tree(case, **{fault: True}) > 1e-3
+
+
+def test_draws_of_siblings_have_the_mean_over_all_courses() -> None:
+    """4 standard errors of 4,000 means, which a generator always draws alike."""
+    generator = torch.Generator().manual_seed(3)
+    laws = torch.randn(2, 2, 1, 5, generator=generator).double().mul(1.5).softmax(-1)
+    places = [Place(laws[depth, 0], laws[depth, 1], torch.tensor([[token]])) for depth, token in enumerate((1, 3))]
+    many = [Place(*(part.expand(4000, -1) for part in place)) for place in places]
+    drawn_XD = log_steps(many, (3, 2), generator).cumsum(1).exp()
+    error_D = drawn_XD.std(0) / 4000**0.5
+    assert (abs(drawn_XD.mean(0) - torch.tensor(over_all_courses(places, (3, 2)))) < 4 * error_D).all()
+    assert float(drawn_XD.std(0).min()) > 0.005, "they are drawn apart"
+
+
+def test_a_tree_of_certain_children_accepts_a_text_as_far_as_it_is_in_it() -> None:
+    """Nodes 1 and 2 are children of the root, 3 of 1, 4 and 5 of 2, and 6 of 4."""
+    nodes = find_topology(torch.tensor([[0, 0, 1, 2, 2, 4]]), depth=3)
+    draft = Draft(torch.tensor([[7, 8, 9, 7, 9, 5]]), nodes=nodes)
+    texts = {(8, 7, 5): 3, (8, 9, 5): 2, (7, 9, 5): 2, (7, 7, 5): 1, (9, 7, 5): 0}
+    for text, number in texts.items():
+        assert log_steps_of(draft, torch.tensor([text])).exp().tolist() == [[1.0] * number + [0.0] * (3 - number)]
 
 
 def accepted_by_position(case: Case) -> Array:

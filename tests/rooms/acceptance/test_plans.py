@@ -104,6 +104,39 @@ def test_a_plan_has_the_tokens_per_round_of_every_length_and_rule(tmp_path: Path
     assert timed["best_num_draft_tokens"] == 1 + int(np.argmin(by_k))
 
 
+def test_a_plan_of_a_tree_has_what_was_read_of_it(tmp_path: Path) -> None:
+    """By any writing of its shape; of another tree nothing is said but for a search, which follows from chains."""
+    folder = made(tmp_path / "trace")
+    content = Trace.read(folder, asked="")
+    of_tree = np.full((len(content.arrays["token_id"]), 6), np.log(0.5), dtype=np.float32)
+    more = {"tiny-draft/tree=dynamic": of_tree, "tiny-draft/tree=2x1": of_tree[:, :2] / 2}
+    (folder / "acceptance.npz").write_bytes(Trace(content.about, {**content.arrays, **more}).to_bytes())
+    words = [*PLAN[1:], f"trace={folder}"]
+    for shape in ("dynamic", "dynamic-60x6x10"):
+        timed = planned(*words, f"speculation.tree={shape}")["time"]
+        assert timed["tokens_per_round"] == pytest.approx(tokens(0.5, 6), rel=1e-6)
+    timed = planned(*words, "speculation.tree=2x1")["time"]
+    assert timed["tokens_per_round"] == pytest.approx(tokens(0.5**0.5, 2), rel=1e-6)
+    low, high = timed["tokens_per_round_range"]
+    assert 1 < low <= timed["tokens_per_round"] <= high
+    ended = call(plan.main, [*words, "speculation.tree=3x1"])
+    assert (ended.code, "has no tree 3x1 of draft=tiny-draft: it has dynamic, 2x1; read" in ended.err) == (2, True)
+    ended = call(plan.main, [PLAN[1], PLAN[2], PLAN[3], f"trace={made(tmp_path / 'chains')}", "speculation.tree=3x1"])
+    assert "it has chains alone" in ended.err
+
+
+def test_a_search_tries_the_trees_of_a_trace(tmp_path: Path) -> None:
+    folder = made(tmp_path / "trace", ratio=-2.0)
+    content = Trace.read(folder, asked="")
+    whole = np.zeros((len(content.arrays["token_id"]), 3), dtype=np.float32)
+    arrays = {**content.arrays, "tiny-draft/tree=2x1x1": whole}
+    (folder / "acceptance.npz").write_bytes(Trace(content.about, arrays).to_bytes())
+    ended = call(plan.main, [*PLAN[1:], f"trace={folder}", "search=true", "format=json"])
+    assert ended.code == 0, ended.err
+    assert '"tree": "2x1x1"' in ended.out
+    assert '"tree": "2x2x1"' not in ended.out
+
+
 def test_a_search_and_a_run_that_chooses_ask_the_trace(tmp_path: Path) -> None:
     folder = made(tmp_path / "trace", ratio=-2.0)
     words = ("task=generate", "prompt=x", f"trace={folder}", "speculation.num_draft_tokens=auto")

@@ -21,6 +21,7 @@ CELLS = [
     ("tiny-draft", "block", 4, 1.0), ("tiny-draft", "coupled", 2, 0.8), ("tiny-draft", "coupled", 8, 0.5),
     ("tiny-eagle", "speculative", 2, 0.5), ("tiny-eagle", "block", 8, 0.8), ("tiny-eagle", "coupled", 4, 1.0),
     ("own", "speculative", 4, 1.0), ("own", "block", 2, 0.8), ("ngram", "speculative", 4, 0.8),
+    ("tiny-draft", "tree=2x2x1", 3, 0.8), ("tiny-draft", "tree=4x2x2x1", 4, 0.5), ("tiny-eagle", "tree=3x2x1", 3, 1.0),
 ]  # fmt: skip
 
 
@@ -45,7 +46,9 @@ def z_of(folder: Path, draft: str, rule: str, number: int, temperature: float) -
         (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": piece}) + "\n" for piece in pieces))
         words = [word.format(folder=folder) for word in OWN] + words[1:]
     words += ["draft.history=0"] if draft == "ngram" else []
-    words += [f"verification={rule}", f"speculation.num_draft_tokens={number}", f"sampling.temperature={temperature}"]
+    rounds = [f"verification={rule}", f"speculation.num_draft_tokens={number}"]
+    words += [f"speculation.{rule}"] if rule.startswith("tree=") else rounds
+    words += [f"sampling.temperature={temperature}"]
     ended = launch(*READ, *words, f"run_dir={folder}/run").well()
     trace = Trace.read(folder / "run", asked="trace")
     measured, mean, deviation = rounds_and_forecast(ended, trace, name, rule, number)

@@ -44,7 +44,9 @@ def rounds_and_forecast(ended: Ended, trace: Trace, draft: str, rule: str, numbe
     measured = {(line["index"], line["sample"]): line["num_rounds"] for line in ended.lines}
     texts = trace.texts(0)
     keys = zip(trace.arrays["text_index"][texts], trace.arrays["text_sample"][texts], strict=True)
-    found = trace.replay(draft, 0, rule, 8).rounds(number)
+    is_tree = rule.startswith("tree=")
+    replay = trace.replay_tree(f"{draft}/{rule}", 0) if is_tree else trace.replay(draft, 0, rule, 8)
+    found = replay.rounds(number)
     total = sum(measured[int(index), int(sample)] for index, sample in keys)
     return total, float(found.mean_B.sum()), float(found.variance_B.sum() ** 0.5)
 
@@ -82,6 +84,47 @@ def reading_ahead(trace: Trace, draft: str) -> Any:  # noqa: ANN401 - an array
     return np.stack([log_p[ahead : len(log_p) - width + ahead] for ahead in range(width)], axis=-1)
 
 
+TREES = [
+    heavy("tiny-draft", "2x2x1", 0.8), heavy("tiny-eagle", "3x2", 1.0), heavy("tiny-draft", "4x1", 0.5),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("draft", "tree", "temperature"), TREES)
+def test_the_rounds_of_trees_are_those_that_their_trace_expects(
+    tmp_path: Path, draft: str, tree: str, temperature: float
+) -> None:
+    """A false alarm at 4 standard deviations is 1 in 16,000; a chain of that depth has other rounds."""
+    words = (f"draft={draft}", f"speculation.tree={tree}", f"sampling.temperature={temperature}", "num_samples=8")
+    ended, trace = read(tmp_path, *words, "max_new_tokens=32")
+    depth = len(tree.split("x"))
+    measured, mean, deviation = rounds_and_forecast(ended, trace, draft, f"tree={tree}", depth)
+    assert abs(measured - mean) < 4 * deviation
+    measured, mean, deviation = rounds_and_forecast(ended, trace, draft, "block", depth)
+    assert abs(measured - mean) > 4 * deviation
+
+
+@pytest.mark.parametrize(
+    ("words", "draft", "tree"),
+    [
+        (("draft=ngram",), "ngram", "3x2"),
+        heavy((), "tiny-draft", "dynamic-10x3x4"),
+        heavy(("draft=tiny-eagle",), "tiny-eagle", "dynamic-10x3x4"),
+        heavy(("sampling=greedy", "num_samples=1"), "tiny-draft", "2x2x1"),
+        heavy(("draft.greedy=true",), "tiny-draft", "2x2x1"),
+    ],
+    ids=["copies", "dynamic", "a dynamic head", "greedy", "a greedy draft"],
+)
+def test_of_trees_of_certain_children_every_round_is_known(
+    tmp_path: Path, words: Sequence[str], draft: str, tree: str
+) -> None:
+    ended, trace = read(tmp_path, "num_samples=2", f"speculation.tree={tree}", *words)
+    (shape,) = trace.trees(draft).values()
+    measured, mean, deviation = rounds_and_forecast(ended, trace, draft, f"tree={tree}", shape.depth)
+    assert measured == pytest.approx(mean, abs=1e-9)
+    assert deviation == pytest.approx(0, abs=1e-6)
+    assert measured < sum(len(line["token_ids"]) - 1 for line in ended.lines), "some tokens are accepted"
+
+
 @pytest.mark.parametrize(
     ("words", "draft", "rule"),
     [
@@ -101,7 +144,7 @@ def test_of_certain_drafts_every_round_is_known(tmp_path: Path, words: Sequence[
 
 def test_a_run_names_what_it_found_by_draft_rule_temperature_and_length(tmp_path: Path) -> None:
     words = ("task.drafts=[tiny-draft,ngram]", "task.temperatures=[0.8,0.0]", "task.longest=3", "num_samples=1")
-    ended, trace = read(tmp_path, *words)
+    ended, trace = read(tmp_path, *words, "task.trees=[2x1]")
     rows = ended.summary["cells"]
     rules = {0.8: {"tiny-draft": ["speculative", "block", "coupled"], "ngram": ["speculative"]}}
     rules[0.0] = {"tiny-draft": ["greedy"], "ngram": ["greedy"]}
@@ -112,21 +155,27 @@ def test_a_run_names_what_it_found_by_draft_rule_temperature_and_length(tmp_path
         for rule in names
         for number in (1, 2, 3)
     }
-    assert {(row["draft"], row["rule"], row["temperature"], row["num_draft_tokens"]) for row in rows} == wanted
+    of_trees = [row for row in rows if row["tree"]]
+    of_chains = [row for row in rows if not row["tree"]]
+    assert {(row["draft"], row["rule"], row["temperature"], row["num_draft_tokens"]) for row in of_chains} == wanted
+    assert {(row["draft"], row["rule"], row["temperature"]) for row in of_trees} == {
+        (draft, names[0], temperature) for temperature, by_draft in rules.items() for draft, names in by_draft.items()
+    }
+    assert {(row["tree"], row["num_draft_tokens"], len(row["by_position"])) for row in of_trees} == {("2x1", 4, 2)}
     for row in rows:
         assert 1 <= row["low"] <= row["tokens_per_round"] <= row["high"] <= row["num_draft_tokens"] + 1
         assert row["by_position"] == sorted(row["by_position"], reverse=True)
         assert (row["num_prompts"], 0 < row["share_of_best"] <= 1, row["headroom"] >= 0) == (4, True, True)
     costs = {"tiny-draft": {0: 1.0, 1: 1.2, 2: 1.4, 3: 1.6}}
     auto = partial(auto_seconds, lengths={"tiny-draft": (1, 2, 3)}, num_texts=99)
-    rows = [row for row in rows_of(trace, costs, auto=auto) if row.rule != "block"]
+    rows = [row for row in rows_of(trace, costs, auto=auto) if row.rule != "block" and not row.tree]
     left = {(row.draft, row.temperature): row.headroom for row in rows}
     assert left["tiny-draft", 0.8] > 0.01
     assert left["ngram", 0.8] == 0, "without costs"
     drawn = call(report.main, [str(ended.run_dir), f"figure={tmp_path}/figure.svg"])
     assert drawn.code == 0, drawn.err
     said = (tmp_path / "figure.svg").read_text()
-    wanted_words = ["Tokens per round, T = 0.8", "Tokens per round, T = 0<", "tiny-draft, block", "ngram, greedy"]
+    wanted_words = ["round, T = 0.8", "round, T = 0<", "tiny-draft, block", "ngram, greedy", "tiny-draft, tree 2x1"]
     assert [one for one in wanted_words if one not in said] == []
     assert trace.about["target"]["name"] == "tiny"
     assert "tokens/round" in ended.out or ended.out == ""
