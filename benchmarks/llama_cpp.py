@@ -1,6 +1,7 @@
 """Batches in llama.cpp, through the packages llama-cpp-python and gguf: random draws behind prompts of token ids.
 
-Neither is a dependency; `pip install llama-cpp-python gguf` builds the first one from source. Files have no vocabulary.
+Neither is a dependency; `pip install llama-cpp-python gguf` builds the first one from source. Files have a vocabulary
+only for servers, which need one.
 
 Shapes: H heads, O outputs, I inputs.
 """
@@ -93,7 +94,7 @@ class LlamaCpp:
         return ends
 
 
-def write(folder: Path, file: Path, form: str) -> None:
+def write(folder: Path, file: Path, form: str, *, vocabulary: bool = False) -> None:
     """Write the checkpoint of a Llama; matrices are in the number format `form`, such as `BF16`, norms in fp32."""
     gguf, load_file = import_module("gguf"), import_module("safetensors.torch").load_file
     config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -101,7 +102,10 @@ def write(folder: Path, file: Path, form: str) -> None:
     for add, name in _SIZES.items():
         getattr(writer, f"add_{add}")(config[name])
     writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
-    writer.add_tokenizer_model("none")
+    if vocabulary:
+        _write_vocabulary(writer, gguf, json.loads((folder / "tokenizer.json").read_text(encoding="utf-8")), config)
+    else:
+        writer.add_tokenizer_model("none")
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
     kind = gguf.GGMLQuantizationType[form]
     for name, stored in load_file(folder / "model.safetensors").items():
@@ -118,3 +122,17 @@ def write(folder: Path, file: Path, form: str) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def _write_vocabulary(writer: Any, gguf: Any, tokenizer: dict[str, Any], config: dict[str, Any]) -> None:  # noqa: ANN401
+    """The tokens of a byte-level BPE; prompts are given as ids, so that its pre-tokenizer does not matter."""
+    ids = {**tokenizer["model"]["vocab"], **{one["content"]: one["id"] for one in tokenizer["added_tokens"]}}
+    added, kinds = {one["id"] for one in tokenizer["added_tokens"]}, gguf.TokenType
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(sorted(ids, key=lambda token: ids[token]))
+    writer.add_token_types([kinds.CONTROL if token in added else kinds.NORMAL for token in sorted(ids.values())])
+    writer.add_token_merges([" ".join(pair) for pair in tokenizer["model"]["merges"]])
+    writer.add_bos_token_id(config["bos_token_id"])
+    writer.add_eos_token_id(config["eos_token_id"])
+    writer.add_add_bos_token(False)

@@ -22,7 +22,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         *(f"model.quantization={name}" for name in ("int8_weight_only", "int8_groups", "fp8_weight_only")),
         *(f"model={name}_8bit" for name in ("7B", "13B", "30B", "65B")),
     ),
-    "evaluate": ("task=evaluate", "task=audit", "command=audit"),
+    "evaluate": ("task=evaluate", "task=audit", "task=swaps", "command=audit"),
     "four_bits": tuple(f"model.quantization={name}" for name in ("int4_weight_only", "mxfp4", "nvfp4")),
     "gpu": (),
     "grammars": tuple(f"setting=sampling.{name}" for name in ("json_schema", "regex", "choice", "grammar")),

@@ -113,6 +113,12 @@ class StaticCache(Workspace):
             for row in to_rows:
                 whole[:, :, row, :num_tokens].copy_(held)
 
+    def in_rows(self) -> Iterator[Tensor]:
+        """Keys and values of each layer so far, (2 N, B, S, W)."""
+        for whole in self._wholes:
+            if whole is not None:
+                yield whole.flatten(0, 1)
+
     def clear(self, row: int) -> None:
         """Overwrite a row by zeros: NaN would reach the next text there, since a masked value is multiplied by 0."""
         for whole in self._wholes:
@@ -355,12 +361,13 @@ class Taps(Workspace):
         width = self._width * len(self.layers)
         kept_MX = torch.zeros(batch_size * num_slots, width, dtype=self._dtype, device=self._device)
         if batch_size == self.num_rows:
-            kept_MX.view(batch_size, num_slots, width)[:, : self._num_slots].copy_(self._in_rows())
+            kept_MX.view(batch_size, num_slots, width)[:, : self._num_slots].copy_(self.in_rows())
         self.num_rows, self._num_slots, self._kept_MX = batch_size, num_slots, kept_MX
         self._first_B1 = torch.arange(batch_size, device=self._device)[:, None] * num_slots
         self.num_allocations += 1
 
-    def _in_rows(self) -> Tensor:
+    def in_rows(self) -> Tensor:
+        """The taps by rows and slots, (B, S, X)."""
         return self._kept_MX.view(self.num_rows, self._num_slots, -1)
 
     def slots(self, positions_BT: Tensor, rows_B: Tensor | None = None) -> Tensor:
@@ -384,7 +391,7 @@ class Taps(Workspace):
 
     def copy(self, from_row: int, to_rows: Sequence[int], num_tokens: int) -> None:
         """Copy the taps of the first slots of a row to other rows."""
-        kept_BSX = self._in_rows()
+        kept_BSX = self.in_rows()
         for row in to_rows:
             kept_BSX[row, :num_tokens].copy_(kept_BSX[from_row, :num_tokens])
 

@@ -203,14 +203,15 @@ def _rank_memory(spec: PlanSpec, hardware: HardwareConfig, rank: int, target: _P
     held = [(model, part) for model, part in both if model and part is not _NOTHING]
     terms = spec.free_terms
     own_slots = terms.copied_slots and terms.copied_slots + spec.round_positions
-    taps_bytes = num_slots * spec.tap_bytes  # where a head reads them, or they are sent from
+    held_slots, held_rows = num_slots + spec.spare_rows * spec.num_slots, spec.batch_size + spec.spare_rows
+    taps_bytes = held_slots * spec.tap_bytes  # where a head reads them, or they are sent from
     uniforms = 3 * spec.num_draft_tokens * spec.drafts + 4
     # All that the rows can need, in fp64, twice while all rows are admitted at once.
     uniforms_bytes = 2 * 8 * spec.batch_size * (spec.max_new_tokens + 1) * uniforms
     served = {
         "target_weights_bytes": target.weights.total_bytes,
         "draft_weights_bytes": draft.weights.total_bytes,
-        "target_cache_bytes": target.cache_bytes(num_slots, spec.batch_size),
+        "target_cache_bytes": target.cache_bytes(held_slots, held_rows),
         "draft_cache_bytes": draft.cache_bytes(spec.draft_rows * spec.draft_slots, spec.draft_rows)
         + taps_bytes * (rank in spec.draft_ranks or spec.sends_taps)
         + terms.held_bytes

@@ -123,6 +123,7 @@ class PlanSpec:
     free_settings: DrafterConfig | None = field(default=None, hash=False)
     vocabulary: DraftVocabulary = SAME
     num_kept: int | None = None
+    spare_rows: int = 0
     counts_tokens: bool = False
     truncates: bool = False
     scores_texts: bool = False
@@ -379,6 +380,7 @@ def make_spec(
         truncates=config.sampling.truncates,
         scores_texts=config.scores_texts,
         batch_size=config.batch_size,
+        spare_rows=config.spare_rows,
         num_samples=config.num_samples,
         prompt_tokens=prompt_tokens,
         max_new_tokens=config.max_new_tokens,

@@ -313,7 +313,7 @@ def build_decoder(
         executor=make_executor(round_, cuda_graphs=captures),
         batch_size=config.batch_size,
         eos_ids=() if config.ignore_eos else models.eos_ids,
-        reuse=models.reuse,
+        reuse=replace(models.reuse, num_spare=config.spare_rows),
         threads=operators.made("threads", device.type, torch.get_num_threads()) if is_free else None,
         constrain=(lambda request: constraint_of(request.sampling or config.sampling, vocabulary))
         if has_masks

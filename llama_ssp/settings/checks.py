@@ -126,6 +126,7 @@ _RANGES: tuple[Range, ...] = (
     ("prompt_logprobs", lambda n: n in _NUM_TOP, _TOP),
     ("max_new_tokens", lambda n: n >= 1, "at least 1, for example 64"),
     ("batch_size", lambda n: n >= 1, "at least 1 sequence"),
+    ("spare_rows", lambda n: n >= 0, "at least 0 rows"),
     ("prompt_tokens", lambda n: n >= 1, "at least 1, for example 128"),
     ("num_prompts", lambda n: n >= 1, "at least 1, or {null} for all"),
     ("num_samples", lambda n: n in _NUM_SAMPLES, f"at least 1 and at most {_NUM_SAMPLES[-1]} completions"),
@@ -344,6 +345,7 @@ def _without_effect(config: RunConfig) -> Iterator[tuple[str, bool, str]]:
     yield from [
         ("speculation", never_drafts, no_draft),
         ("verification", never_drafts and not draws_by_position, no_draft),
+        ("spare_rows", not task.reuses_prompts, f"with task={config.task.name}, which reads every prompt"),
         ("speculation.acceptance", bool(speculation.forced_lengths),
          "with speculation.forced_lengths, which says what is accepted"),
         ("speculation.num_draft_tokens", speculation.tree is not None and not speculation.adapts,

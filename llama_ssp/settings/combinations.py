@@ -45,6 +45,8 @@ ABILITIES: dict[str, Callable[[RunConfig], object]] = {
     "a rule without sampling": lambda config: not rule_of(config.verification.rule).samples,
     "penalties": lambda config: config.sampling.penalizes,
     "requests by row": lambda config: config.sampling.by_row,
+    "spare rows": lambda config: config.spare_rows > 0,
+    "a recurrent target": lambda config: _recurrent(config.model),
     "log-probabilities": lambda config: config.logprobs is not None,
     "chats": lambda config: config.chat,
     "texts of the target": lambda config: not (task_of(config).shows_times or isinstance(config, PlanConfig)),
@@ -92,6 +94,9 @@ CLASHES: dict[tuple[str, str], str] = {
     ("a rule without sampling", "requests by row"):
         "requests choose their temperature, and {rule} keeps the target's distribution at temperature 0 only: use "
         "{exact_rules}",
+    ("spare rows", "a recurrent target"):
+        "spare rows keep what a target has read at any place of a text, and a layer of kind {layer}, as this {family} "
+        "model has, keeps one state: leave spare_rows out",
     ("requests by row", "replicas"): "requests are answered by one replica: leave placement.num_replicas out",
 }  # fmt: skip
 """Two abilities, and why no run has both; `_words` fills in the words in braces."""
@@ -146,7 +151,8 @@ def _words(config: RunConfig) -> dict[str, object]:
     speculation, draft, placement, model = config.speculation, config.draft, config.placement, _draft(config)
     temperature, greedy = config.sampling.temperature, said("sampling", "greedy")
     timed = sorted((f"task={name}" for name, task in task_specs().items() if task.shows_times), key=len)
-    state = _recurrent(config.model, model) if speculation.tree else _recurrent(model)
+    of_target = speculation.tree or config.spare_rows
+    state = _recurrent(config.model, model) if of_target else _recurrent(model)
     chosen = "placement=auto" if placement.auto else f"placement.draft.kind={placement.draft.kind.name}"
     with_trees = [f"draft={name}" for name in free_drafts() if DRAFTERS.of(name).has_trees]
     return {

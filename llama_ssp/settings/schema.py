@@ -284,6 +284,10 @@ class RunConfig:
     timeouts: TimeoutConfig = field(default_factory=lambda: whole(TimeoutConfig)())  # noqa: PLW0108 - rooms are read later
     max_new_tokens: int = setting(64, "new tokens per completion.")
     batch_size: int = setting(1, "sequences decoded together; the draws do not depend on it.")
+    spare_rows: int = setting(
+        0,
+        "rows of the target's cache that keep texts which have ended, so that prompts that begin alike are read once.",
+    )
     num_samples: int = setting(1, "completions per prompt.")
     seed: int = setting(
         0,

@@ -38,6 +38,7 @@ ALONE = {
     "requests by row": "", "chats": "chat=true model=smollm2_1.7B draft=none task=generate",
     "texts of the target": "task=generate", "log-probabilities": "logprobs=1 task=generate",
     "a draft with a window": "draft.window=9",
+    "spare rows": "spare_rows=2", "a recurrent target": "model={hybrid} draft={hybrid}",
     "structured text": "sampling.regex=a+ task=generate",
 }  # fmt: skip
 """Words that give a run one ability; all but two of them are refused without another one."""

@@ -121,7 +121,7 @@ def check_greedy(
 
 def check(
     seen: Seen, library: Any, layers: Sequence[int], tree: Tree | str | None,  # noqa: ANN401 - of transformers
-    logits_of: Callable[[list[int], Tensor, list[int]], Tensor],
+    logits_of: Callable[[list[int], Tensor, list[int]], Tensor], *, temperature: float = TEMPERATURE,
 ) -> int:  # fmt: skip
     """Compare all laws with the logits of a reference, from texts, taps and drafted tokens; returns how many."""
     number, tree = 0, tree_of(tree)
@@ -135,7 +135,7 @@ def check(
             path = [
                 node - 1 for node in range(1, step + 1) if tree is None or tree.topology.ancestors_BTT[0][step, node]
             ]
-            wanted_V = (logits_of(text, taps_LX, ids_K[path].tolist()) / TEMPERATURE).softmax(-1)
+            wanted_V = (logits_of(text, taps_LX, ids_K[path].tolist()) / temperature).softmax(-1)
             torch.testing.assert_close(law_TV[step].double(), wanted_V, atol=2e-5, rtol=1e-3)
             number += 1
     return number

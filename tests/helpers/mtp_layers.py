@@ -1,4 +1,4 @@
-"""Tiny checkpoints with an MTP layer, in the layouts of the public definitions, and what that layer computes.
+"""Tiny checkpoints with MTP layers, in the layouts of the public definitions, and what these layers compute.
 
 Shapes: L pairs, E width, V vocabulary.
 """
@@ -12,71 +12,138 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.helpers.edits import edit_config
-from tests.helpers.models import FAMILIES, build_checkpoint, tiny_model
+from tests.helpers.models import FAMILIES, WINDOW, build_checkpoint, tiny_model
 
-# By layout: the layer, the norms of token and hidden state, their product, and the last norm.
-_DEEPSEEK = tuple(f"model.layers.2{part}" for part in ("", ".enorm", ".hnorm", ".eh_proj", ".shared_head.norm"))
+# By layout: the layer, the norms of token and hidden state, their product, and the last norm; m is the module.
+_DEEPSEEK = tuple(f"model.layers.{{at}}{part}" for part in ("", ".enorm", ".hnorm", ".eh_proj", ".shared_head.norm"))
 _MIMO_PARTS = ("", ".token_layernorm", ".hidden_layernorm", ".input_proj", ".final_layernorm")
-_MIMO = tuple(f"model.mtp_layers.0{part}" for part in _MIMO_PARTS)
-_QWEN = ("mtp.layers.0", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm")
-_OTHER_SIZES = {"glm4_moe_lite": {name: size for name, size in FAMILIES["deepseek_v3"].items() if "dense" not in name}}
-_SAID = {"glm4_moe_lite": "num_nextn_predict_layers", "qwen3_5_text": "mtp_num_hidden_layers"}
+_MIMO = tuple(f"model.mtp_layers.{{m}}{part}" for part in _MIMO_PARTS)
+_MIMO_V2 = tuple(f"model.mtp.layers.{{m}}{part}" for part in ("", ".enorm", ".hnorm", ".eh_proj", ".final_layernorm"))
+_QWEN = ("mtp.layers.{m}", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm")
+_ERNIE_PARTS = ("block", "emb_norm", "hidden_norm", "linear_proj")
+_ERNIE = (*(f"model.mtp_{part}.{{m}}" for part in _ERNIE_PARTS), "")
+_GROUPED: dict[str, Any] = {"num_key_value_heads": 4, "head_dim": 16, "moe_intermediate_size": 48}
+_OTHER_SIZES: dict[str, dict[str, Any]] = {
+    "glm4_moe_lite": {name: size for name, size in FAMILIES["deepseek_v3"].items() if "dense" not in name},
+    "exaone_moe": _GROUPED | {
+        "num_experts": 4, "num_experts_per_tok": 2, "sliding_window": WINDOW,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "ernie4_5_moe": _GROUPED | {"moe_num_experts": 4, "moe_k": 2, "moe_num_shared_experts": 1},
+    "mimo_v2_flash": _GROUPED | {
+        "num_key_value_heads": 2, "v_head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 2,
+        "layer_types": ["full_attention", "sliding_attention"], "sliding_window": WINDOW,
+    },
+}  # fmt: skip
+_SAID = {
+    **dict.fromkeys(("deepseek_v3", "glm4_moe_lite", "exaone_moe", "ernie4_5_moe"), "num_nextn_predict_layers"),
+    "qwen3_5_text": "mtp_num_hidden_layers",
+}  # fmt: skip
 MTP_LAYOUTS = {
     "qwen2": _MIMO, "deepseek_v3": _DEEPSEEK, "glm4_moe": _DEEPSEEK, "glm4_moe_lite": _DEEPSEEK, "qwen3_next": _QWEN,
-    "qwen3_5_text": _QWEN, "qwen3_5_moe_text": _QWEN,
+    "qwen3_5_text": _QWEN, "qwen3_5_moe_text": _QWEN, "exaone_moe": _QWEN, "ernie4_5_moe": _ERNIE,
+    "mimo_v2_flash": _MIMO_V2,
 }  # fmt: skip
-_OF_MIMO = {"model_type": "mimo", "num_nextn_predict_layers": 1, "auto_map": {"AutoConfig": "mimo.MiMoConfig"}}
+_DENSE = {"exaone_moe", "ernie4_5_moe", "mimo_v2_flash"}
+UNCHAINED = "mimo_v2_flash"
+_OF_MIMO = {"model_type": "mimo", "auto_map": {"AutoConfig": "mimo.MiMoConfig"}}
+_STORED_PARTS = {
+    UNCHAINED: {"post_attention_layernorm": "pre_mlp_layernorm", "sinks": "attention_sink_bias"},
+}  # fmt: skip
 Reference = Callable[[Tensor, Tensor], Tensor]
 
 
-def save_with_mtp(folder: Path, family: str, **changes: Any) -> tuple[Any, Reference]:
-    """Save a model with an MTP layer; returns it, as the library holds it, and a reference of the layer.
+def save_with_mtp(folder: Path, family: str, *, num_modules: int = 1, **changes: Any) -> tuple[Any, Reference]:
+    """Save a model with MTP layers; returns it, as the library holds it, and a reference of the layers.
 
-    The reference maps embeddings (L, E), and hidden states of the first pairs, to the logits (V,) behind the last one:
-    each later pair has the output of the pair before it, so all are computed once more for each of them.
+    The reference maps embeddings of the tokens after L pairs and of later ones, and hidden states (L, E) of the target,
+    to the logits (V,) after the last token. Module m reads the tokens m further and the output of the module before it,
+    or the target's hidden states. After the last module each later pair has the output of the pair before it, so all
+    are computed once more for each of them.
     """
     changes = _OTHER_SIZES.get(family, {}) | changes
     model: Any = build_checkpoint(folder, family, **changes)
-    one = _one_layer(model.config, family, changes)
-    one.save_pretrained(folder / "one")
     width, generator = model.config.hidden_size, torch.Generator().manual_seed(7)
-    norms = [0.5 + torch.rand(width, generator=generator) for _ in range(2)]
-    product = torch.randn(width, 2 * width, generator=generator) / width**0.5
-    layer, *names = MTP_LAYOUTS[family]
-    of_files = product.roll(width, 1) if family == "qwen2" else product
-    last = one.get_decoder().norm.weight.detach().clone()
-    stored = {f"{name}.weight": tensor for name, tensor in zip(names, [*norms, of_files, last], strict=True)}
-    prefix = "model.layers.0."
-    for name, tensor in load_file(folder / "one" / "model.safetensors").items():
-        stored |= {f"{layer}.{name.removeprefix(prefix)}": tensor} if name.startswith(prefix) else {}
-    if MTP_LAYOUTS[family] is _DEEPSEEK:  # copies, as the published files have them
-        stored[f"{layer}.shared_head.head.weight"] = model.lm_head.weight.detach().clone()
-        stored[f"{layer}.embed_tokens.weight"] = model.get_input_embeddings().weight.detach().clone()
+    stored, modules = dict[str, Tensor](), list[Reference]()
+    for module in range(num_modules):
+        one = _one_layer(model, family, changes, seed=5 + module)
+        one.save_pretrained(folder / f"module {module}")
+        norms = [0.5 + torch.rand(width, generator=generator) for _ in range(2)]
+        product = torch.randn(width, 2 * width, generator=generator) / width**0.5
+        place = {"m": module, "at": model.config.num_hidden_layers + module}
+        layer, *names = (name.format(**place) for name in MTP_LAYOUTS[family])
+        of_files = product.roll(width, 1) if family == "qwen2" else product
+        last = one.get_decoder().norm.weight.detach().clone()
+        parts = zip(names, [*norms, of_files, last], strict=True)
+        stored |= {f"{name}.weight": tensor for name, tensor in parts if name}
+        prefix = "model.layers.0."
+        for name, tensor in load_file(folder / f"module {module}" / "model.safetensors").items():
+            for ours, theirs in _STORED_PARTS.get(family, {}).items():
+                name = name.replace(ours, theirs)  # noqa: PLW2901 - as its files have it
+            stored |= {f"{layer}.{name.removeprefix(prefix)}": tensor} if name.startswith(prefix) else {}
+        if MTP_LAYOUTS[family] is _DEEPSEEK:  # copies, as the published files have them
+            stored[f"{layer}.shared_head.head.weight"] = model.lm_head.weight.detach().clone()
+            stored[f"{layer}.embed_tokens.weight"] = model.get_input_embeddings().weight.detach().clone()
+        modules.append(_module(one, norms, product))
     save_file(load_file(folder / "model.safetensors") | stored, folder / "model.safetensors", metadata={"format": "pt"})
-    edit_config(folder, **_OF_MIMO if family == "qwen2" else {_SAID.get(family, "mtp_num_hidden_layers"): 1})
+    said = {_SAID.get(family, "mtp_num_hidden_layers"): num_modules} if family != UNCHAINED else {}
+    edit_config(folder, **_OF_MIMO | {"num_nextn_predict_layers": num_modules} if family == "qwen2" else said)
 
     def reference(embedded_LE: Tensor, hidden_LE: Tensor) -> Tensor:
-        decoder = one.get_decoder()
-        of_pairs = [type(decoder.norm)(width, eps=model.config.rms_norm_eps) for _ in norms]
-        for norm, weight in zip(of_pairs, norms, strict=True):
-            norm.weight.data = weight
-        while True:
-            number = len(hidden_LE)
-            both = torch.cat([of_pairs[0](embedded_LE[:number]), of_pairs[1](hidden_LE)], dim=-1)
-            states_LE = decoder(inputs_embeds=(both @ product.T)[None], use_cache=False).last_hidden_state[0]
-            if number == len(embedded_LE):
-                return model.lm_head(states_LE[-1])  # type: ignore[no-any-return]
-            hidden_LE = torch.cat([hidden_LE, states_LE[-1:]])
+        number, target_LE = len(hidden_LE), hidden_LE
+        num_further = len(embedded_LE) - number
+        for place, module in enumerate(modules[: 1 + num_further]):
+            read_LE = target_LE if family == UNCHAINED else hidden_LE
+            hidden_LE = module(embedded_LE[place : place + number], read_LE)
+        if num_further >= num_modules:
+            first_LE = embedded_LE[num_modules - 1 :]
+            while len(read_LE) < len(first_LE):
+                read_LE = torch.cat([read_LE, hidden_LE[-1:]])
+                hidden_LE = modules[-1](first_LE[: len(read_LE)], read_LE)
+        return model.lm_head(hidden_LE[-1])  # type: ignore[no-any-return]
 
     return model, torch.no_grad()(reference)
 
 
-def _one_layer(config: Any, family: str, changes: dict[str, Any]) -> Any:  # noqa: ANN401 - of transformers
+def _module(one: Any, norms: list[Tensor], product: Tensor) -> Reference:  # noqa: ANN401 - of transformers
+    """Maps embeddings and hidden states (L, E) of pairs to the module's normed output."""
+    decoder = one.get_decoder()
+    of_pairs = [type(decoder.norm)(len(product), eps=one.config.rms_norm_eps) for _ in norms]
+    for norm, weight in zip(of_pairs, norms, strict=True):
+        norm.weight.data = weight
+
+    def read(embedded_LE: Tensor, hidden_LE: Tensor) -> Tensor:
+        both = torch.cat([of_pairs[0](embedded_LE), of_pairs[1](hidden_LE)], dim=-1)
+        return decoder(inputs_embeds=(both @ product.T)[None], use_cache=False).last_hidden_state[0]  # type: ignore[no-any-return]
+
+    return read
+
+
+def _one_layer(model: Any, family: str, changes: dict[str, Any], *, seed: int) -> Any:  # noqa: ANN401 - of transformers
     """A model whose one layer has the kind of an MTP layer, with other weights than the target's layers."""
-    kinds = {"layer_types": ["full_attention"], "mlp_layer_types": ["sparse"]}
-    kinds = {name: values for name, values in kinds.items() if hasattr(config, name)}
-    one = tiny_model(family, **changes | {"num_hidden_layers": 1, "first_k_dense_replace": 0} | kinds)
-    generator = torch.Generator().manual_seed(5)
+    attention = "sliding_attention" if family == UNCHAINED else "full_attention"
+    kinds = {"layer_types": [attention], "mlp_layer_types": ["dense" if family in _DENSE else "sparse"]}
+    kinds = {name: values for name, values in kinds.items() if hasattr(model.config, name)}
+    more = {"first_k_dense_replace": 0} | ({"moe_layer_start_index": 1} if family == "ernie4_5_moe" else {})
+    one: Any = tiny_model(family, **changes | {"num_hidden_layers": 1} | more | kinds)
+    generator = torch.Generator().manual_seed(seed)
     for parameter in one.parameters():
         parameter.data += 0.05 * torch.randn(parameter.shape, generator=generator)
+    if family == "ernie4_5_moe":  # which norms with the target's
+        one.get_decoder().norm.weight.data = model.get_decoder().norm.weight.detach().clone()
     return one
+
+
+class WithStates:
+    """A model of the library, whose hidden states end with the last one before its final norm."""
+
+    def __init__(self, model: Any) -> None:  # noqa: ANN401 - of transformers
+        self._model, self._kept = model, list[Tensor]()
+        model.get_decoder().norm.register_forward_pre_hook(lambda _norm, args: self._kept.append(args[0]))
+
+    def __call__(self, ids: Tensor, **how: Any) -> Any:  # noqa: ANN401 - of transformers
+        """Read texts; see `output_hidden_states`."""
+        self._kept.clear()
+        found = self._model(ids, **how)
+        found.hidden_states = (*found.hidden_states, self._kept[0])
+        return found

@@ -47,6 +47,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
                "aux_hidden_state_layer_ids": [*LAYERS], "markov_rank": RANK, "markov_head_type": "gated"},
     "dflash of DeepSpec": {**_LAYER, **_SPARK, "model_type": "qwen3", "markov_rank": 0},
     "dspark of DeepSpec": {**_LAYER, **_SPARK, "model_type": "qwen3", "markov_head_type": "vanilla"},
+    "dspark of SpecForge": {
+        **_LAYER, "model_type": "qwen3", "architectures": ["DSparkDraftModel"], "block_size": 4,
+        "layer_types": ["full_attention", "full_attention"], "sliding_window": None, "use_sliding_window": False,
+        "dflash_config": {"mask_token_id": MASK, "target_layer_ids": [0, 1, 3], "projector_type": "dspark",
+                          "markov_rank": RANK, "markov_head_type": "vanilla", "confidence_head_alpha": 1.0,
+                          "enable_confidence_head": True, "confidence_head_with_markov": True},
+    },
     "dflash 2 of its authors": {
         **_LAYER, "model_type": "qwen3", "architectures": ["DFlash2DraftModel"], "block_size": 5, "is_causal": False,
         "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 3, "use_sliding_window": True,
@@ -56,7 +63,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "recurrent dspark": {**_LAYER, **_SPARK, "model_type": "qwen3", "markov_head_type": "rnn"},
 }  # fmt: skip
 """By layout, the config.json of a head."""
-SHARING, SELECTING = "dflash of its authors", "dflash 2 of its authors"
+SHARING, SELECTING, FORGED = "dflash of its authors", "dflash 2 of its authors", "dspark of SpecForge"
 """Layouts that have neither embedding nor output."""
 
 
@@ -100,9 +107,9 @@ def _shapes(layout: str) -> dict[str, tuple[int, ...]]:
         }
         for each in (f"layers.{number}.{part}_conv" for number in range(2) for part in ("attention", "mlp")):
             found |= {f"{each}.base_kernel": (2, 2, WIDTH), f"{each}.kernel_projection.weight": (4 * 4, WIDTH)}
-    if layout not in {SHARING, SELECTING}:
+    if layout not in {SHARING, SELECTING, FORGED}:
         found |= {"embed_tokens.weight": (VOCABULARY, WIDTH), "lm_head.weight": (num_drafted, WIDTH)}
-    if config.get("markov_rank"):
+    if config.get("markov_rank") or layout == FORGED:
         place = "markov_head.{}".format
         found |= {place("markov_w1.weight"): (VOCABULARY, RANK), place("markov_w2.weight"): (num_drafted, RANK)}
         found["confidence_head.proj.weight"] = (1, WIDTH + RANK)
@@ -165,7 +172,7 @@ def reference(
         x_NE = _block(found, table_VE[[text[-1], *[MASK] * num_masks]], context_CE, layout)[-num_drafted:]
     normed_NE = norm(x_NE, found["norm.weight"])
     logits_D = output_DE @ normed_NE[depth]
-    if config.get("markov_rank"):
+    if config.get("markov_rank") or layout == FORGED:
         logits_D = logits_D + _follows(found, config, [text[-1], *drafted], normed_NE)
     if layout == SELECTING:
         named = {name.removeprefix("candidate_selector."): tensor for name, tensor in found.items()}
@@ -185,10 +192,10 @@ def _follows(found: Mapping[str, Tensor], config: Mapping[str, Any], ids: list[i
     weights = {name.removeprefix("markov_head."): tensor for name, tensor in found.items()}
     for token, normed_E in zip(ids, normed_NE, strict=False):
         inner_S = weights["markov_w1.weight"][token]
-        if config["markov_head_type"] == "gated":
+        if config.get("markov_head_type") == "gated":
             gate_S = weights["gate_proj.weight"] @ torch.cat([normed_E, inner_S]) + weights["gate_proj.bias"]
             inner_S = gate_S.sigmoid() * inner_S
-        elif config["markov_head_type"] == "rnn":
+        elif config.get("markov_head_type") == "rnn":
             joined = weights["joint_proj.weight"] @ torch.cat([state_S, inner_S, normed_E]) + weights["joint_proj.bias"]
             gate_S, candidate_S, inner_S = joined.chunk(3)
             state_S = gate_S.sigmoid() * state_S + (1 - gate_S.sigmoid()) * candidate_S.tanh()

@@ -25,6 +25,7 @@ from llama_ssp.models.tensor_parallel import GatheredLinear
 from llama_ssp.models.vocabulary import own_part
 from llama_ssp.ranks.comms import Comm, Reads, best_of
 from llama_ssp.storage.formats import OWN_DTYPE
+from llama_ssp.untyped import LibraryPart
 
 _COMPARED_TOKENS, _COMPARED_PIECE, _COMPARED_WINDOW = 24, 8, 6
 _MOST_APART = {True: 1e-3, False: 0.1}
@@ -122,9 +123,12 @@ class ModuleRunner(CachedRunner):
     def forward(
         self, ids_BT: Tensor, positions_BT: Tensor, *, bucket: int, score_positions_BR: Tensor | None = None,
         cache_rows_B: Tensor | None = None, taps: Taps | None = None, tree: TreePlaces | None = None,
-        taken_B: Tensor | None = None, **_others: object,
+        taken_B: Tensor | None = None, part: LibraryPart | None = None, **_others: object,
     ) -> Tensor:  # fmt: skip
-        """See `Runner.forward`; embeddings (B, T, E) may stand in place of ids. Masks show any positions."""
+        """See `Runner.forward`; embeddings (B, T, E) may stand in place of ids. Masks show any positions.
+
+        `part` is a model of some of the layers, which runs in place of all.
+        """
         assert self._cache is not None, "allocate comes first"
         self._rows_BR = score_positions_BR
         cache = self._library_cache
@@ -151,7 +155,7 @@ class ModuleRunner(CachedRunner):
         if is_cut := isinstance(head, GatheredLinear):
             head.gather(is_wanted=self.reads is Reads.all)
         with self._tapped(taps, slots_BT, cache_rows_B):
-            logits_BRV: Tensor = self._model(
+            logits_BRV: Tensor = (part or self._model)(
                 **{"inputs_embeds" if ids_BT.is_floating_point() else "input_ids": ids_BT},
                 attention_mask=mask, position_ids=positions_BT, past_key_values=cache, use_cache=True,
             ).logits  # fmt: skip

@@ -14,7 +14,7 @@ own, in the order of their ids, and all others are the last symbol. Laws are for
 rows at a time: the minimum of two sums is not the sum of the minima.
 
 Shapes: B sequences, V vocabulary, A symbols, F scores of texts, E of residuals, G faults, N tokens looked back at,
-X = 4 + G numbers of a score, C blocks of a draw,
+X = 4 + G + 1 numbers of a score, C blocks of a draw,
 K drafted tokens of a round whose beginning is hidden.
 """
 
@@ -37,7 +37,7 @@ _TINY, _ROUNDING, _NEVER = 1e-30, 1e-6, 1e30
 _MOST_AT_ONCE = 2**20
 """Probabilities of a model whose laws are formed together."""
 _OF_SCORE = 4
-"""Numbers of a score beside those of faults."""
+"""Numbers of a score before those of faults; its drift stands after these."""
 _LEAST_REST = 1e-3
 """Mass of a residual; of a smaller one rounding is too large a share."""
 
@@ -49,6 +49,7 @@ class _Laws(NamedTuple):
         ids_BA: of all symbols but the last.
         accepted_BA: of a token that is drafted and accepted; its sum is below 1.
         rest_BA: of a token after a rejection.
+        stated_BA: of a token, as the texts' maker says; the target's where it says nothing.
         of_texts_BGA, residuals_BEA: of a token, and of one after a rejection, under each of `FAULTS` and `RESIDUALS`.
     """
 
@@ -57,6 +58,7 @@ class _Laws(NamedTuple):
     draft_BA: Tensor
     accepted_BA: Tensor
     rest_BA: Tensor
+    stated_BA: Tensor
     of_texts_BGA: Tensor
     residuals_BEA: Tensor
 
@@ -72,7 +74,7 @@ class LawSums:
         self._chances_BK = torch.zeros(batch_size, rounds.longest + 1, device=device, dtype=torch.float64)
         self._chances_BK[:, 0] = 1.0
         self._sums_BXF = torch.zeros(
-            batch_size, _OF_SCORE + len(FAULTS), len(SCORES), device=device, dtype=torch.float64
+            batch_size, _OF_SCORE + len(FAULTS) + 1, len(SCORES), device=device, dtype=torch.float64
         )
         is_known, is_chain = rounds.num_known > 0, not rounds.widths
         has_siblings = is_known and rounds.rule != CERTAIN and rounds.widths[:1] > (1,)
@@ -82,16 +84,18 @@ class LawSums:
 
     def add(
         self, next_B1: Tensor, target_BV: Tensor, draft_BV: Tensor, *, newest_BN: Tensor, roles_B: Tensor,
-        forgetful_BV: Tensor | None = None,
+        forgetful_BV: Tensor | None = None, stated_BV: Tensor | None = None,
     ) -> None:  # fmt: skip
         """Add a token of each row, from both models' probabilities of all that could stand there.
 
         A draft without probabilities has 1 at the token that it proposes. `newest_BN` are the tokens before, and
         `roles_B` says how each token came about, a `Role`; an unused one adds nothing. `forgetful_BV` are the target's
-        probabilities if penalties do not see the drafted tokens of the round.
+        probabilities if penalties do not see the drafted tokens of the round, and `stated_BV` those that the texts'
+        maker says.
         """
         roles_B1, num_rows = roles_B[:, None], max(1, _MOST_AT_ONCE // target_BV.shape[1])
-        given = target_BV, draft_BV, target_BV if forgetful_BV is None else forgetful_BV, self._weight_B1
+        others = (target_BV if one_BV is None else one_BV for one_BV in (forgetful_BV, stated_BV))
+        given = target_BV, draft_BV, *others, self._weight_B1
         parts = zip(*(of_all.split(num_rows) for of_all in given), strict=True)
         laws = _Laws(*map(torch.cat, zip(*(self._laws(*part) for part in parts), strict=True)))
         ids_BA, is_drafted_B1 = laws.ids_BA, (roles_B1 == Role.accepted) | (roles_B1 == Role.resampled)
@@ -107,9 +111,11 @@ class LawSums:
         is_rest_B1 = (roles_B1 == Role.resampled) & (1 - laws.accepted_BA.sum(1, keepdim=True) > _LEAST_REST)
         of_texts_BXF = _moments(scores_BFA, laws.target_BA, laws.of_texts_BGA, symbol_B1) * is_used_B1[..., None]
         of_rests_BXE = _moments(ratios_BEA, laws.rest_BA, laws.residuals_BEA, symbol_B1) * is_rest_B1[..., None]
+        drifts_BF1 = scores_BFA @ (laws.stated_BA - laws.target_BA)[..., None] * is_used_B1[..., None]
+        of_texts_BXF = torch.cat([of_texts_BXF, drifts_BF1.transpose(1, 2)], dim=1)
         of_rests_BXE = pad(of_rests_BXE, (0, 0, 0, of_texts_BXF.shape[1] - of_rests_BXE.shape[1]))
         new_BXF = torch.cat([of_texts_BXF, of_rests_BXE * self._rounds.sees_rejections], dim=2)
-        new_BXF[:, _OF_SCORE:] *= moved_BG[..., None]
+        new_BXF[:, _OF_SCORE:-1] *= moved_BG[..., None]
         reaches_BF = torch.maximum(self._sums_BXF[:, 2], new_BXF[:, 2])
         self._sums_BXF += new_BXF
         self._sums_BXF[:, 2] = reaches_BF
@@ -126,7 +132,10 @@ class LawSums:
 
     def of_texts(self) -> list[TextSums]:
         """The sums of each row."""
-        return [TextSums._make([*numbers[:_OF_SCORE], numbers[_OF_SCORE:]]) for numbers in self._sums_BXF.tolist()]
+        return [
+            TextSums._make([*numbers[:_OF_SCORE], numbers[_OF_SCORE:-1], numbers[-1]])
+            for numbers in self._sums_BXF.tolist()
+        ]
 
     def _having(self, roles_B1: Tensor, is_drafted_B1: Tensor) -> tuple[Tensor, Tensor]:
         """Whether these tokens can have each fault, and the chance that they have one whose law is known: (B, G)."""
@@ -144,7 +153,9 @@ class LawSums:
         hidden_BG = torch.cat(hidden, dim=1) * self._of_rounds_G
         return can_BG | is_hidden_B1, torch.where(is_hidden_B1, hidden_BG, moved_BG.double())
 
-    def _laws(self, target_BV: Tensor, draft_BV: Tensor, forgetful_BV: Tensor, weight_B1: Tensor) -> _Laws:
+    def _laws(
+        self, target_BV: Tensor, draft_BV: Tensor, forgetful_BV: Tensor, stated_BV: Tensor, weight_B1: Tensor
+    ) -> _Laws:
         """The laws of the next token of some rows."""
         num_ids = min(_NUM_SYMBOLS, target_BV.shape[1]) - 1
         ids_BA = (target_BV + draft_BV).topk(num_ids).indices.sort().values
@@ -163,6 +174,7 @@ class LawSums:
             accepted_BA = _symbols(accepted_BV, ids_BA) / weight_B1
             return accepted_BA + (1 - accepted_BA.sum(1, keepdim=True)).clamp_min(0) * residual_BA
 
+        stated_BA = _symbols(stated_BV, ids_BA)
         rest_BA = residual(rest_BV)
         residuals = [
             target_BA,
@@ -179,7 +191,7 @@ class LawSums:
         of_texts += [_symbols(others_BV, ids_BA) for others_BV in (of_sibling_BV, forgetful_BV, draft_BV)]
         return _Laws(
             ids_BA, target_BA, of_texts[-1], _symbols(accepted_BV, ids_BA) / weight_B1, rest_BA,
-            torch.stack(of_texts, dim=1), torch.stack(residuals, dim=1),
+            stated_BA / stated_BA.sum(1, keepdim=True), torch.stack(of_texts, dim=1), torch.stack(residuals, dim=1),
         )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from statistics import NormalDist
+from statistics import NormalDist, fmean, stdev
 from typing import NamedTuple
 
 from llama_ssp.settings.rules import DEFAULT
@@ -41,6 +41,7 @@ TEXT_SCORES = (
 SCORES = (*TEXT_SCORES, *(f"after a rejection, {fault}" for fault in RESIDUALS))
 _LEAST_VARIANCE = 1.0
 """Rounding may turn a few tokens, also where the target is certain of all of them."""
+_NUM_ERRORS = 5.0
 _LEAST_SHIFT, _NO_VARIANCE = 1e-3, 1e-6
 """Below is rounding: a shift in standard deviations, and the variance of a score that the settings make constant."""
 
@@ -109,6 +110,7 @@ class TextSums(NamedTuple):
         reaches: the farthest that one token can move a value.
         ranges: the farthest that a law at total variation 1 moves the values on average: as large as their ranges.
         shifts: what each of `FAULTS` adds to the values on average; 0 for faults that such rounds cannot have.
+        drifts: what the probabilities that the text's maker states add to the values on average.
     """
 
     values: Sequence[float]
@@ -116,6 +118,7 @@ class TextSums(NamedTuple):
     reaches: Sequence[float]
     ranges: Sequence[float]
     shifts: Sequence[Sequence[float]]
+    drifts: Sequence[float]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,9 +131,8 @@ class Sum:
     range: float
     shifts: tuple[float, ...]
 
-    def within(self, variation: float) -> "Sum":
-        """What is left of the sum, and of what faults add, if the law may be apart by this total variation."""
-        most = variation * self.range
+    def beyond(self, most: float) -> "Sum":
+        """What is left of the sum, and of what faults add, if something else may have added as much."""
 
         def left(value: float) -> float:
             return math.copysign(max(abs(value) - most, 0.0), value)
@@ -177,6 +179,19 @@ def sums_of(texts: Iterable[TextSums]) -> dict[str, Sum]:
         )
         for place, name in enumerate(SCORES)
     }
+
+
+def roundings(stated: Sequence[TextSums], num_texts: int) -> dict[str, float]:
+    """How far the maker's own law may have moved the sums of so many texts, by the ones whose probabilities it stated.
+
+    Of the others the mean is taken, and five standard errors, of it and of the sum.
+    """
+    found, num, left = dict[str, float](), len(stated), num_texts - len(stated)
+    for place, name in enumerate(SCORES):
+        drifts = [text.drifts[place] for text in stated]
+        spread = stdev(drifts) if num > 1 else 0.0
+        found[name] = abs(num_texts * fmean(drifts)) + _NUM_ERRORS * spread * math.sqrt(left + left**2 / num)
+    return found
 
 
 def moves(sums: Collection[Sum]) -> dict[str, float]:

@@ -11,7 +11,7 @@ Shapes: B sequences, S slots, T positions of a forward, V vocabulary.
 
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, repeat
 from typing import NamedTuple
@@ -39,7 +39,7 @@ from llama_ssp.speculate.sampling.context import Rows
 from llama_ssp.speculate.sampling.uniforms import PER_DRAW
 from llama_ssp.terminal.progress import Pace
 
-_SCORED = "scored by the target"
+_SCORED, _LEAST_LEFT = "scored by the target", 1e-5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,11 +48,14 @@ class SampledText:
 
     Attributes:
         roles: how each new token came about, for the sums of `TextScore`; empty for a text without them.
+        stated: log-probabilities of tokens at each place, as the text's maker says, without processors; empty, or of a
+            text with roles.
     """
 
     prompt_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
     roles: tuple[int, ...] = ()
+    stated: tuple[Mapping[int, float], ...] = ()
 
 
 class TextScore(NamedTuple):
@@ -121,8 +124,9 @@ class Scorer:
             law = LawSums(len(rows), device, self._rounds) if batch[0].roles and self._reports else None
             begins_BS = _round_starts(roles_BT, first=length) if law and self._rounds.penalizes else None
             values, means = [tokens_BS.new_empty(len(rows), 0)], [tokens_BS.new_empty(len(rows), 0)]
-            scored = self._log_probs_of(tokens_BS, first_BV, length=length, begins_BS=begins_BS)
-            for place, (log_probs_BV, forgetful_BV) in enumerate(scored, start=length):
+            stated = [text.stated for text in filled] if any(text.stated for text in batch) else None
+            scored = self._log_probs_of(tokens_BS, first_BV, length=length, begins_BS=begins_BS, stated=stated)
+            for place, (log_probs_BV, forgetful_BV, stated_BV) in enumerate(scored, start=length):
                 next_B1 = tokens_BS[:, place, None]
                 if self._reports:
                     values.append(log_probs_BV.gather(1, next_B1))
@@ -138,6 +142,7 @@ class Scorer:
                             roles_B=roles_BT[:, place - length],
                             newest_BN=tokens_BS[:, max(0, place - NUM_NEWEST) : place],
                             forgetful_BV=None if forgetful_BV is None else forgetful_BV.exp(),
+                            stated_BV=None if stated_BV is None else stated_BV.exp(),
                         )  # fmt: skip
             sums = law.of_texts() if law else [None] * len(batch)
             numbers = (torch.cat(one, dim=1).tolist() for one in (values, means))
@@ -148,12 +153,19 @@ class Scorer:
             ]
 
     def _log_probs_of(
-        self, tokens_BS: Tensor, first_BV: Tensor, *, length: int, begins_BS: Tensor | None
-    ) -> Iterator[tuple[Tensor, Tensor | None]]:
+        self,
+        tokens_BS: Tensor,
+        first_BV: Tensor,
+        *,
+        length: int,
+        begins_BS: Tensor | None,
+        stated: Sequence[Sequence[Mapping[int, float]]] | None,
+    ) -> Iterator[tuple[Tensor, Tensor | None, Tensor | None]]:
         """The log-probabilities (B, V) after the prompt, whose cache is filled, and after each new token but the last.
 
         Penalties see one position at a time, and not the drafted tokens, which decoding penalizes too. With `begins_BS`
-        (see `_round_starts`) it also yields log-probabilities whose penalties ignore the round's earlier tokens.
+        (see `_round_starts`) it also yields log-probabilities whose penalties ignore the round's earlier tokens, and
+        with `stated` those that the texts' maker says, with the processors.
         """
         num_slots = tokens_BS.shape[1]
         bucket = self._buckets.covering(num_slots)
@@ -161,11 +173,16 @@ class Scorer:
         while True:
             for logits_B1V in logits_BTV.split(1, dim=1):
                 context = rows.before(torch.full_like(tokens_BS[:, :1], last))
-                forgetful_BV = None
+                forgetful_BV = stated_BV = None
+                if stated and self._reports:
+                    place = last + 1 - length
+                    tops = [of_text[place] if place < len(of_text) else {} for of_text in stated]
+                    stated_BV = self._log_probs(_as_stated(logits_B1V, tops), context)[:, 0]
                 if begins_BS is not None:
                     forgetful = rows.before(begins_BS[:, last + 1 - length, None] - 1)
                     forgetful_BV = self._log_probs(logits_B1V, forgetful)[:, 0]
-                yield (self._log_probs(logits_B1V, context) if self._reports else logits_B1V)[:, 0], forgetful_BV
+                log_probs_B1V = self._log_probs(logits_B1V, context) if self._reports else logits_B1V
+                yield log_probs_B1V[:, 0], forgetful_BV, stated_BV
                 last += 1
             if last == num_slots - 1:
                 return
@@ -181,6 +198,18 @@ class Scorer:
             rows, num_tokens=1, uniforms_BKP=uniforms_BKP, bucket=self._buckets.covering(length + 1)
         )
         return draft.probs_like(torch.empty(self._batch_size, 2, vocab_size, device=tokens_BS.device))[:, 0]
+
+
+def _as_stated(logits_B1V: Tensor, tops: Sequence[Mapping[int, float]]) -> Tensor:
+    """The log-probabilities (B, 1, V) of logits, those in `tops` as they are there; others share what is left."""
+    log_probs_B1V = logits_B1V.log_softmax(-1)
+    for log_probs_V, top in zip(log_probs_B1V[:, 0], tops, strict=True):
+        if top:
+            ids, values = (torch.tensor([*of_top], device=log_probs_V.device) for of_top in (top, top.values()))
+            left, stated = (1 - given.exp().sum() for given in (log_probs_V[ids], values))
+            log_probs_V.add_((stated.clamp_min(_LEAST_LEFT) / left.clamp_min(_LEAST_LEFT)).log())
+            log_probs_V[ids] = values.to(log_probs_V.dtype)
+    return log_probs_B1V
 
 
 def _round_starts(roles_BT: Tensor, *, first: int) -> Tensor:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from llama_ssp.fields import made, setting, with_value
 from llama_ssp.registry import Registry
-from llama_ssp.rooms.evaluate.audit.records import AUDIT, AUDIT_COMMAND  # noqa: F401 - registries read them
+from llama_ssp.rooms.evaluate.audit.records import AUDIT, AUDIT_COMMAND, SWAPS  # noqa: F401 - registries read them
 from llama_ssp.settings.schema import RunConfig, TaskConfig
 from llama_ssp.settings.tasks import NoEffect, TaskSpec, default_of, default_prompts
 

@@ -12,7 +12,7 @@ Shapes: B sequences, S slots, K drafted tokens, T pairs of a chunk, V vocabulary
 """
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -41,8 +41,8 @@ class _PairReader:
 
     is_recurrent = packs_prompts = False
 
-    def __init__(self, head: "Head", hidden_of: Callable[[Tensor, Tensor], Tensor]) -> None:
-        self._head, self._hidden_of = head, hidden_of
+    def __init__(self, head: "Head", read: Callable[..., Tensor]) -> None:
+        self._read = read
         self.is_invariant, self.copy = head.is_invariant, head.copy
 
     def save(self, row: int, num_tokens: int) -> None:
@@ -53,15 +53,15 @@ class _PairReader:
         **_others: object,
     ) -> Tensor:  # fmt: skip
         """Read pairs of these rows; see `Runner.forward`."""
-        _, logits_R1V = self._head.extend(
-            ids_RT, self._hidden_of(positions_RT, cache_rows_B), positions_RT, bucket=bucket,
-            score_positions_B1=score_positions_BR, cache_rows_B=cache_rows_B,
-        )  # fmt: skip
-        return logits_R1V
+        return self._read(
+            ids_RT, positions_RT, bucket=bucket, score_positions_B1=score_positions_BR, cache_rows_B=cache_rows_B
+        )
 
 
 class HeadDrafter(StepwiseDrafter):
     """Drafts with a head, under the same processors as the target."""
+
+    _num_modules = 1
 
     def __init__(self, parts: DrafterParts) -> None:
         assert parts.taps
@@ -90,12 +90,26 @@ class HeadDrafter(StepwiseDrafter):
             lengths=[length - 1 for length in some.lengths],
             held=[self._held(*both) for both in zip(some.held, some.lengths, strict=False)],
         )  # fmt: skip
-        reader = cast("Runner", _PairReader(self._head, self._hidden_of_rows))
-        read_prompts(reader, pairs, rows=[rows[place] for place in places], buckets=buckets)
+        of_some = [rows[place] for place in places]
+        reader = cast("Runner", _PairReader(self._head, self._reading_pairs(some, of_some)))
+        read_prompts(reader, pairs, rows=of_some, buckets=buckets)
+
+    def _reading_pairs(self, _prompts: Prompts, _rows: Sequence[int]) -> Callable[..., Tensor]:
+        """What reads pairs of some of these prompts, and returns the logits of the scored ones."""
+
+        def read(ids_RT: Tensor, positions_RT: Tensor, *, cache_rows_B: Tensor, **where: Any) -> Tensor:
+            hidden_RTE = self._hidden_of_rows(positions_RT, cache_rows_B)
+            _, logits_R1V = self._head.extend(ids_RT, hidden_RTE, positions_RT, cache_rows_B=cache_rows_B, **where)
+            return logits_R1V
+
+        return read
 
     def _held(self, held: Held, num_tokens: int) -> Held:
-        """The pairs of a beginning of a prompt: the last token of a beginning may have another one behind it."""
-        num_pairs = max(held.num_tokens - 1, 0)
+        """The pairs of a beginning of a prompt: the last token of a beginning may have another one behind it.
+
+        Module k reads the tokens k further.
+        """
+        num_pairs = max(held.num_tokens - self._num_modules, 0)
         if not self._head.is_invariant and held.num_tokens < num_tokens:
             num_pairs -= num_pairs % PREFILL_CHUNK
         return Held(num_pairs, held.row)

@@ -22,6 +22,7 @@ _CLASS = re.compile(r"(dflash|dspark|p-?eagle|eagle)[-_]?(\d*)", re.IGNORECASE)
 _SAME_VERSION = {"dflash1": DFLASH, "p-eagle": PEAGLE}
 _OF_SELECTOR = {"selector_rank", "selector_top_k", "conv_kernel_size", "conv_group_size"}
 _OF_SPARK = {
+    "projector_type",  # of SpecForge, which says the kind once more
     "markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov", "confidence_head_alpha",
 }  # fmt: skip
 _OWN_FIELDS = {DFLASH2: _OF_SELECTOR, DSPARK: _OF_SPARK}
@@ -94,6 +95,8 @@ def kind_of(content: Mapping[str, Any], file: Path) -> str | None:
     unknown = _unknown(blocks, known | _OF_BLOCKS) + [
         name for name in _unknown(content, known) if name.startswith(_OWN_WORDS)
     ]
+    if (projector := blocks.get("projector_type", kind)) != kind:
+        raise CheckpointError(f"{file} has projector_type {projector}, and {HEADS_READ}")
     if unknown:
         where = f" ({', '.join(classes_of(content))})" if classes_of(content) else ""
         raise CheckpointError(f"{file} has {', '.join(unknown)}, which no {kind} head{where} has, and {HEADS_READ}")
@@ -116,7 +119,8 @@ def _kind_in(content: Mapping[str, Any], file: Path) -> str | None:
         elif by_class and {by_class, kind} not in ({kind}, {EAGLE3, PEAGLE}):
             problem = f"describes a speculator of type {speculator} in the class {named}: download it again"
     elif by_class == DSPARK:
-        problem = None if DEEPSPEC in classes else _layout_unknown(named)
+        is_known = DEEPSPEC in classes or isinstance(content.get(BLOCKS), dict)
+        problem = None if is_known else _layout_unknown(named)
     elif by_class in {DFLASH, DFLASH2} or isinstance(content.get(BLOCKS), dict):
         kind = by_class or DFLASH
         problem = f"has {BLOCKS} in the class {named}: download it again" if kind in {EAGLE3, PEAGLE} else None

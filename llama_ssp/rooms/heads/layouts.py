@@ -8,7 +8,8 @@ at once, from mask tokens in place of tokens to come:
     eagle3    of the authors; `speculators`                     pairs of tap and token    one token
     peagle    the same, with the id of a mask token             pairs, then masks         causal
     dflash    `speculators` (dflash, dspark, dflash2); the      keys and values of taps,  see `reaches`
-              flat one of its authors, 1 and 2; DeepSpec's      then anchor and masks
+              flat one of its authors, 1 and 2, and with        then anchor and masks
+              DSpark SpecForge's; DeepSpec's
 
 DSpark is a DFlash with a Markov head, which adds to the logits of a position what follows the token drafted before it.
 DFlash 2 scores the most probable tokens of a position by the token drafted before it, and convolves what its layers
@@ -39,7 +40,7 @@ from llama_ssp.rooms.heads.kinds import (
     kind_of,
     refuse_other_heads,
 )
-from llama_ssp.rooms.heads.reaches import ALL, OF_REACHES, Reach, reaches_of
+from llama_ssp.rooms.heads.reaches import ALL, OF_REACHES, SLIDING, Reach, reaches_of
 
 _LAYERS_BEFORE = "target_layer_ids"
 _MASKS = "mask_token_id", "ptd_token_id"
@@ -150,18 +151,21 @@ def read_head_config(content: Mapping[str, Any], file: Path) -> HeadConfig | Non
         sizes = {name: value for name, value in sizes.items() if name not in OF_REACHES}
         sizes["model_type"] = "qwen3"  # whatever it says: all implementations build its layers
     sizes.setdefault("model_type", "llama")
+    if not reaches and sizes["model_type"] == "llama" and SLIDING in (sizes.get("layer_types") or ()):
+        sizes["model_type"] = "mistral"  # a Llama whose layers may have windows
     blocks = fields_of_blocks(content)
     mask: Any = next((content[name] for name in _MASKS if content.get(name) is not None), blocks.get(_MASKS[0]))
     block_size: Any = blocks.get("block_size") or content.get("block_size")
     is_spark = found == DSPARK
-    rank: Any = content.get("markov_rank", 256) if is_spark else 0
+    of_spark: Mapping[str, Any] = {**content, **blocks} if is_spark else {}  # SpecForge has both in one
+    rank: Any = of_spark.get("markov_rank", 256 if is_spark else 0)
     needed = {name: sizes.get(name) for name in ("vocab_size", "hidden_size", "num_attention_heads")}
     needed |= {_MASKS[0]: mask} if kind != EAGLE3 else {}
     needed |= {"block_size": block_size, "markov_rank": rank} if kind == DFLASH else {}
     _check_numbers(needed, file)
     if kind != EAGLE3 and mask >= sizes["vocab_size"]:
         raise CheckpointError(f"{file} has mask_token_id {mask} of {sizes['vocab_size']} tokens: download it again")
-    markov_head = str(content.get("markov_head_type", MARKOV_HEADS[0])).lower()
+    markov_head = str(of_spark.get("markov_head_type", MARKOV_HEADS[0])).lower()
     if rank and markov_head not in MARKOV_HEADS:
         raise CheckpointError(f"{file} has markov_head_type {markov_head}, and {' or '.join(MARKOV_HEADS)} is read")
     at_anchor = bool(content.get("sample_from_anchor", is_spark))

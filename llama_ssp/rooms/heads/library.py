@@ -1,24 +1,38 @@
-"""An MTP layer on the modules of the library; see `mtp`."""
+"""MTP layers on the modules of the library; see `mtp`."""
 
+from copy import copy
 from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from llama_ssp.models.huggingface.runner import ModuleRunner
 from llama_ssp.rooms.heads.drafter import HeadDrafter
+from llama_ssp.rooms.heads.modules_drafter import ModulesDrafter
+from llama_ssp.rooms.heads.mtp import reads_before_norm
+from llama_ssp.speculate.drafters.drafter import DrafterParts
 
 
 class MtpRunner(ModuleRunner):
-    """An MTP layer as a `Head`, or this rank's slice of it: a model with one layer, whose cache holds pair i in slot i.
+    """MTP layers as a `Head`, or this rank's slice of them: a model with as many, whose cache holds pair i in slot i.
 
     See `mtp`.
     """
 
-    _hidden_BRE: Tensor
+    _hidden_BTE: Tensor
     num_token_ids = property(attrgetter("vocab_size"))
-    make_drafter = HeadDrafter
+
+    def __init__(self, model: PreTrainedModel, **how: Any) -> None:
+        super().__init__(model, **how)
+        self._parts = [_part_of(model, number) for number in range(len(model.get_decoder().layers))]
+        self.num_modules, self.chains = len(self._parts), not reads_before_norm(model.config.model_type)
+
+    def make_drafter(self, parts: DrafterParts) -> HeadDrafter:
+        """See `Head`; a tree is drafted by the first module alone, since each of the others reads several tokens."""
+        is_chain = self.num_modules > 1 and parts.num_draft_tokens > 1 and not parts.tree
+        return (ModulesDrafter if is_chain else HeadDrafter)(parts)
 
     def hidden_of(self, taps_BTX: Tensor) -> Tensor:
         """See `Head.hidden_of`."""
@@ -26,17 +40,32 @@ class MtpRunner(ModuleRunner):
 
     def extend(
         self, ids_BT: Tensor, hidden_BTE: Tensor, positions_BT: Tensor, *, score_positions_B1: Tensor | None = None,
-        **where: Any,
+        module: int = 0, keeps_all: bool = False, **where: Any,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """See `Head.extend`."""
+        """See `ModulesHead.extend`."""
         embedding: Any = self._model.get_input_embeddings()
-        layer = self._model.get_decoder().layers[0]
+        layer = self._model.get_decoder().layers[module]
         joined = torch.cat([layer.enorm(embedding(ids_BT)), layer.hnorm(hidden_BTE)], dim=-1)
-        logits_BRV = self.forward(layer.eh_proj(joined), positions_BT, score_positions_BR=score_positions_B1, **where)
-        return self._hidden_BRE, logits_BRV
+        logits_BRV = self.forward(
+            layer.eh_proj(joined), positions_BT, score_positions_BR=score_positions_B1, part=self._parts[module],
+            **where,
+        )  # fmt: skip
+        if keeps_all or score_positions_B1 is None:
+            return self._hidden_BTE, logits_BRV
+        wanted_BRE = score_positions_B1[..., None].expand(-1, -1, self._hidden_BTE.shape[-1])
+        return self._hidden_BTE.gather(1, wanted_BRE), logits_BRV
 
-    def _keep_wanted_rows(self, head: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:  # noqa: ANN401 - of torch
-        """Keep those hidden states, which the next step reads."""
-        args = super()._keep_wanted_rows(head, args) or args
-        (self._hidden_BRE,) = args
-        return args
+    def _keep_wanted_rows(self, head: Any, args: tuple[Any, ...]) -> tuple[Any, ...] | None:  # noqa: ANN401 - of torch
+        """Keep the hidden states, which the next step reads."""
+        (self._hidden_BTE,) = args
+        return super()._keep_wanted_rows(head, args)
+
+
+def _part_of(model: PreTrainedModel, number: int) -> PreTrainedModel:
+    """The model with one of its layers, and the last norm of that module."""
+    body: Any = model.get_decoder()
+    layer, decoder, part = body.layers[number], copy(body), copy(model)
+    norm = layer.norm if number else body.norm
+    decoder._modules = {**body._modules, "layers": nn.ModuleList([layer]), "norm": norm}
+    part._modules = {**model._modules, model.base_model_prefix: decoder}
+    return part

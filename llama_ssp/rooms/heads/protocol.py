@@ -61,6 +61,32 @@ class Head(Cached, Protocol):
         """
 
 
+class ModulesHead(Head, Protocol):
+    """A draft head of several modules, of which each drafts one token; see `mtp`.
+
+    With `chains` a module reads the hidden states of the one before, else the target's.
+    """
+
+    num_modules: int
+    chains: bool
+
+    def extend(  # noqa: PLR0913
+        self,
+        ids_BT: Tensor,
+        hidden_BTE: Tensor,
+        positions_BT: Tensor,
+        *,
+        bucket: int,
+        score_positions_B1: Tensor | None = None,
+        cache_rows_B: Tensor | None = None,
+        consecutive: bool = True,
+        tree: TreePlaces | None = None,
+        module: int = 0,
+        keeps_all: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        """Read pairs into the cache of a module; with `keeps_all` returns the hidden states of all T; see `Head`."""
+
+
 Following = Callable[[int, Tensor, Tensor | None], Tensor]
 """Maps a depth, tokens (B, M) that were drafted before it, and their parents' places among those of the call before, or
 None in chains, to the logits (B, M, V) of the tokens behind them. Depth 0 comes first, with the newest token."""

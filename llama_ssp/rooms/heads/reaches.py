@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from llama_ssp.errors import CheckpointError
 from llama_ssp.rooms.heads.kinds import DEEPSPEC, DFLASH2, SPECULATOR, classes_of, fields_of_blocks
 
-_SLIDING, _TYPES = "sliding_attention", {"sliding_attention", "full_attention"}
+SLIDING, _TYPES = "sliding_attention", {"sliding_attention", "full_attention"}
 OF_REACHES = "layer_types", "sliding_window", "use_sliding_window", "max_window_layers", "is_causal"
 """Fields of a model's config that say it otherwise."""
 
@@ -48,22 +48,22 @@ def reaches_of(content: Mapping[str, Any], sizes: Mapping[str, Any], kind: str, 
     window = _window(content, sizes, file)
     if types is None:
         first = sizes.get("max_window_layers", 28)
-        types = [_SLIDING if window and layer >= first else "full_attention" for layer in range(num_layers)]
+        types = [SLIDING if window and layer >= first else "full_attention" for layer in range(num_layers)]
     if not isinstance(types, list) or len(types) != num_layers or not _TYPES.issuperset(types):
         raise CheckpointError(f"{file} has layer_types {types!r:.80} of {num_layers} layers: download it again")
     said = _said("is_causal", content, sizes, file)
-    if DEEPSPEC in classes_of(content) and (_SLIDING in types or said):
+    if DEEPSPEC in classes_of(content) and (SLIDING in types or said):
         problem = "layers with a sliding window, which DeepSpec does not say how to read in a block"
         raise CheckpointError(f"{file} has {problem}")
     if SPECULATOR not in content:
         return tuple(
-            Reach(window if kind == _SLIDING else None, kind == _SLIDING if said is None else bool(said))
+            Reach(window if kind == SLIDING else None, kind == SLIDING if said is None else bool(said))
             for kind in types
         )
     if said:
         raise CheckpointError(f"{file} has is_causal, which `speculators` says by sliding_window_non_causal")
     is_causal = not content.get("sliding_window_non_causal", kind == DFLASH2)
-    return tuple(Reach(window, is_causal, from_anchor=True) if kind == _SLIDING and window else ALL for kind in types)
+    return tuple(Reach(window, is_causal, from_anchor=True) if kind == SLIDING and window else ALL for kind in types)
 
 
 def _said(name: str, content: Mapping[str, Any], sizes: Mapping[str, Any], file: Path) -> Any:  # noqa: ANN401

@@ -50,7 +50,7 @@ def _problems(config: RunConfig) -> Iterator[str]:
     if target.shape and target.shape.is_head:
         yield f"{said('model', target.name)} is a draft head: give its target as the model, and draft={target.name}"
     if draft and _is_mtp(draft) and target.shape and target.shape.model_type not in MTP_KINDS:
-        yield no_mtp(said("model", target.name), target.shape.model_type)
+        yield no_mtp(said("model", target.name))
     if draft is None or not (_is_mtp(draft) or (draft.shape and draft.shape.is_head)):
         return
     own = draft.shape and (draft.shape.target_hidden_size, draft.shape.num_token_ids)

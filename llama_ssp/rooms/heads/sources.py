@@ -1,7 +1,7 @@
 """Draft heads as a `WeightSource`, with their target's embedding and output where their files have none.
 
 All public layouts (`layouts`) are read as they are: their tensors get the names of the modules that `models.llama`
-builds. So do tensors of the first MTP layer of a checkpoint (`mtp`), which is the draft head of its own model. `d2t`
+builds. So do tensors of the MTP layers of a checkpoint (`mtp`), which are the draft head of its own model. `d2t`
 and `t2d` map the vocabulary of a head to the target's:
 
     d2t    (D,)  the target's id of token i is i + d2t[i]
@@ -14,7 +14,7 @@ import math
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from operator import attrgetter
 from pathlib import Path
 from types import MappingProxyType
@@ -31,7 +31,18 @@ from llama_ssp.models.huggingface.described import with_modules
 from llama_ssp.models.huggingface.modules import vocabulary_of
 from llama_ssp.rooms.heads.kinds import DFLASH, EAGLE3, PEAGLE
 from llama_ssp.rooms.heads.layouts import FC, MARKOV, MASK, SELECTOR, HeadConfig, is_padded_alike
-from llama_ssp.rooms.heads.mtp import HIDDEN_FIRST, JOIN, JOINED_NORMS, check_mtp, of_one_layer, our_name, with_join
+from llama_ssp.rooms.heads.mtp import (
+    HIDDEN_FIRST,
+    JOIN,
+    JOINED_NORMS,
+    check_mtp,
+    num_modules,
+    of_modules,
+    our_names,
+    reads_before_norm,
+    shares_norm,
+    with_join,
+)
 from llama_ssp.weights.checkpoint import Checkpoint, inspect, shape_of
 from llama_ssp.weights.source import TensorFacts, Wanted, WeightSource
 
@@ -41,7 +52,7 @@ _RUNNERS = {
     PEAGLE: f"{_ROOM}.one_pass:ParallelRunner",
     DFLASH: f"{_ROOM}.one_pass:BlockRunner",
 }
-EMBEDDING, OUTPUT, TOKEN_MAP = "model.embed_tokens.weight", "lm_head.weight", "d2t"
+EMBEDDING, OUTPUT, NORM, TOKEN_MAP = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight", "d2t"
 _OF_DRAFTED = {OUTPUT, f"model.{MARKOV}.markov_w2.weight"}
 _OF_TOKENS = _OF_DRAFTED | {EMBEDDING, f"model.{MARKOV}.markov_w1.weight"} | {
     f"model.{SELECTOR}.{name}_codebook.weight" for name in ("predecessor", "successor")
@@ -261,10 +272,10 @@ def _named(name: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class MtpSource:
-    """The MTP layer of a target, with its target's embedding and output; a `WeightSource`."""
+    """The MTP layers of a target, with its target's embedding and output; a `WeightSource`."""
 
-    target: Checkpoint  # which has it in its files.
-    config: PretrainedConfig  # of a model whose one layer it is.
+    target: Checkpoint  # which has them in its files.
+    config: PretrainedConfig  # of a model whose layers they are.
     shape: ModelShape  # of the head.
     folder = property(attrgetter("target.folder"))
     context = property(attrgetter("target.context"))
@@ -275,9 +286,10 @@ class MtpSource:
     @cached_property
     def _stored(self) -> Mapping[str, str]:
         """The stored names by ours."""
-        files = self.target.tensors
-        own = {ours: name for name in files if (ours := our_name(name, self.target.shape.num_hidden_layers))}
-        return own | {name: name for name in (EMBEDDING, OUTPUT) if name in files}
+        files, counts = self.target.tensors, (self.target.shape.num_hidden_layers, self.shape.num_hidden_layers)
+        shared = (EMBEDDING, OUTPUT, *([NORM] if shares_norm(self.config.model_type) else []))
+        own = {ours: name for name in files for ours in our_names(name, *counts)}
+        return {name: name for name in shared if name in files} | own
 
     @cached_property
     def tensors(self) -> Mapping[str, TensorFacts]:
@@ -287,7 +299,7 @@ class MtpSource:
     def read(self, name: str, **wanted: Unpack[Wanted]) -> Tensor:
         """See `WeightSource.read`."""
         found = self.target.read(stored := self._stored[name], **wanted)
-        swaps = name == _JOIN and HIDDEN_FIRST in stored
+        swaps = name == _JOIN and HIDDEN_FIRST in stored  # of which there is one
         return found.roll(found.shape[1] // 2, 1) if swaps else found
 
     @property
@@ -298,19 +310,22 @@ class MtpSource:
     @property
     def layers(self) -> tuple[int, ...]:
         """The layer whose input the head reads: the one after the last, for the last one's output."""
-        return (self.target.shape.num_hidden_layers,)
+        return (self.target.shape.num_hidden_layers + reads_before_norm(self.config.model_type),)
 
     def more_parameters(self) -> Mapping[str, tuple[int, ...]]:
         """See `TapSource`."""
         return {}
 
     def extend(self, model: PreTrainedModel) -> None:
-        """Add the norms of both inputs and their product; see `TapSource`."""
+        """Add the norms of both inputs, their product, and the last norms of further modules; see `TapSource`."""
         width: int = model.config.hidden_size
-        layer: Any = model.get_decoder().layers[0]
-        norm: Any = type(layer.input_layernorm)
-        layer.enorm, layer.hnorm = (norm(width, eps=model.config.rms_norm_eps) for _ in range(2))
-        layer.eh_proj = nn.Linear(2 * width, width, bias=False)
+        layers: Any = model.get_decoder().layers
+        for number, layer in enumerate(layers):
+            kind: Any = type(layer.input_layernorm)
+            norm = partial(kind, width, eps=model.config.rms_norm_eps)
+            layer.enorm, layer.hnorm, layer.eh_proj = norm(), norm(), nn.Linear(2 * width, width, bias=False)
+            if number:
+                layer.norm = norm()
 
     def updated(self, target: WeightSource | None, files: WeightSource | None) -> WeightSource | None:
         """See `TapSource`; weights of a target without the layer leave it as it is."""
@@ -336,19 +351,23 @@ def describe_mtp(folder: Path) -> ModelShape:
 
 
 def mtp_of(target: WeightSource) -> MtpSource:
-    """The head that a target's own MTP layer is; ConfigError if none is read, CheckpointError if files lack it."""
+    """The head that a target's own MTP layers are; ConfigError if none is read, CheckpointError if files lack it."""
     if not isinstance(target, Checkpoint):
         raise ConfigError(
             "draft=mtp reads the files of the target: give a folder, or an id of the hub, without an adapter"
         )
     config = target.config
-    check_mtp(lambda name: getattr(config, name, None), target.folder)
-    one = type(config).from_dict(of_one_layer(config.to_dict()))
+
+    def field(name: str) -> Any:  # noqa: ANN401 - any field
+        return getattr(config, name, None)
+
+    check_mtp(field, target.folder)
+    own = type(config).from_dict(of_modules(config.to_dict(), num_modules(field)))
     vocab_size, width = target.shape.vocab_size, target.shape.hidden_size
     shape = replace(
-        shape_of(one), shares_embedding=True, target_vocab_size=vocab_size, target_hidden_size=width, num_taps=1
+        shape_of(own), shares_embedding=True, target_vocab_size=vocab_size, target_hidden_size=width, num_taps=1
     )
-    source = MtpSource(target=target, config=one, shape=with_join(shape))
+    source = MtpSource(target=target, config=own, shape=with_join(shape))
     if target.tensors and not source.has_layer:
         raise CheckpointError(
             f"{target.folder} lacks the MTP layer that its config.json calls for: copy or download it again, or give "

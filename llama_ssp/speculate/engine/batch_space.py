@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 
 from llama_ssp.architectures.engine import BUCKET_STEP, whole_steps
-from llama_ssp.models.prefill import Buckets
-from llama_ssp.speculate.engine.held import HeldTexts, Reuse
+from llama_ssp.models.prefill import Buckets, Held
+from llama_ssp.speculate.engine.held import HeldTexts, PromptRow, Reuse
 from llama_ssp.speculate.engine.round import Executor, Round
+from llama_ssp.speculate.engine.spare import SpareRows
 from llama_ssp.speculate.engine.state import BatchState, Request
 from llama_ssp.speculate.sampling.by_row import NUM_SETTINGS
 
@@ -21,6 +22,8 @@ class BatchSpace:
 
     def __init__(self, round_: Round, executor: Executor, *, batch_size: int, reuse: Reuse) -> None:
         self._round, self._executor, self._batch_size, self._reuse = round_, executor, batch_size, reuse
+        self._num_spare = reuse.num_spare * (not reuse.from_states)
+        self._spare = SpareRows(round_.target, round_.taps, self._num_spare)
         self._is_cuda = round_.target.device.type == "cuda"
         self.bucket_step = BUCKET_STEP["cuda" if self._is_cuda else "cpu"]
         self._most_ahead = round_.max_tokens_per_round + round_.num_ahead
@@ -45,7 +48,26 @@ class BatchSpace:
         self._executor.make_room()
         self._num_uses = target.num_uses
         if others_came or not reuses:
-            self.held = HeldTexts(self._batch_size, step=self._reuse.step, from_states=self._reuse.from_states)
+            self.held = HeldTexts(
+                self._batch_size, step=self._reuse.step, from_states=self._reuse.from_states,
+                num_spare=self._num_spare,
+            )  # fmt: skip
+
+    def keep(self, row: int) -> None:
+        """Copy the text of a row that has ended to a spare row."""
+        if found := self.held.keep(row):
+            spare, num_tokens = found
+            self._spare.keep(row, spare - self._batch_size, num_tokens)
+
+    def place(self, prompts: Sequence[tuple[int, ...]], free: Sequence[int]) -> list[PromptRow]:
+        """Give each prompt a free row; see `HeldTexts.place`. What spare rows hold of it is in its own row then."""
+        places = self.held.place(prompts, free)
+        for number, place in enumerate(places):
+            num_tokens, source, _ = place.target
+            if num_tokens and source >= self._batch_size:
+                self._spare.fetch(source - self._batch_size, place.row, num_tokens)
+                places[number] = place._replace(target=Held(num_tokens, place.row))
+        return places
 
     def empty_state(self) -> BatchState:
         """The previous run's batch if the executor keeps it and its sizes fit; else a new one."""

@@ -57,10 +57,12 @@ class Reuse:
     Attributes:
         are_invariant: every part of every model is (`Runner.is_invariant`).
         from_states: a layer of a model keeps states, so that beginnings are taken where a state was saved.
+        num_spare: rows beside the batch's that keep texts which have ended.
     """
 
     are_invariant: bool
     from_states: bool
+    num_spare: int = 0
 
     @classmethod
     def of(cls, models: Sequence[Runner | None], comm: Comm) -> Self:
@@ -84,11 +86,13 @@ class Reuse:
 class HeldTexts:
     """The texts that rows hold, whose beginnings can be taken in multiples of `step` tokens.
 
-    With `from_states`, they can be taken where a state was saved.
+    With `from_states`, they can be taken where a state was saved. The last `num_spare` rows are spare ones.
     """
 
-    def __init__(self, num_rows: int, *, step: int, from_states: bool = False) -> None:
-        self._texts, self._step, self._from_states = [_Text()] * num_rows, step, from_states
+    def __init__(self, num_rows: int, *, step: int, from_states: bool = False, num_spare: int = 0) -> None:
+        self._texts, self._step, self._from_states = [_Text()] * (num_rows + num_spare), step, from_states
+        self.num_rows, self._used = num_rows, dict.fromkeys(range(num_rows, num_rows + num_spare), 0)
+        self._num_uses = 0
 
     def forget(self, rows: Iterable[int]) -> None:
         """Mark these rows as empty."""
@@ -104,6 +108,30 @@ class HeldTexts:
         """Enter that a row holds new tokens after its prompt."""
         text = self._texts[row]
         self._texts[row] = text._replace(ids=(*text.ids, *ids))
+
+    def keep(self, row: int) -> tuple[int, int] | None:
+        """Enter that a spare row holds the text of a row too; returns its number, and the tokens to copy, if any.
+
+        It takes the place of a text that has most of its tokens in common with it, else of the one that was used least
+        recently.
+        """
+        text = self._texts[row]
+        if not self._used or len(text.ids) < LEAST_TOKENS:
+            return None
+        common, spare = max((num_common(self._texts[spare].ids, text.ids), spare) for spare in self._used)
+        if common == len(text.ids):
+            self._use(spare)
+            return None
+        if 2 * common <= len(self._texts[spare].ids) or not common:
+            spare = min(self._used, key=self._used.__getitem__)
+        self._texts[spare] = text._replace(num_prompt=0)
+        self._use(spare)
+        return spare, len(text.ids)
+
+    def _use(self, row: int) -> None:
+        if row in self._used:
+            self._num_uses += 1
+            self._used[row] = self._num_uses
 
     def num_held(self, ids: tuple[int, ...]) -> int:
         """Number of tokens of a prompt that some row holds and it can take."""
@@ -154,6 +182,7 @@ class HeldTexts:
         if source is None or num_tokens < LEAST_TOKENS:
             return PromptRow(row, Held(), Held())
         num_of_prompt = min(num_tokens, texts[source].num_prompt)
+        self._use(source)
         target, draft = (Held(number, source, self._from_states) for number in (num_tokens, num_of_prompt))
         return PromptRow(row, target, draft)
 

@@ -485,7 +485,7 @@ class Decoding:
     def _place(self, requests: Sequence[Request], free: Sequence[int]) -> tuple[list[PromptRow], list[RowCompletion]]:
         """Give each request a free row and a completion."""
         if self.settings.reuses:
-            places = self.space.held.place([request.prompt_ids for request in requests], free)
+            places = self.space.place([request.prompt_ids for request in requests], free)
         else:
             places = [PromptRow(row, Held(), Held()) for row in free[: len(requests)]]
         forwards = forwards_per_prompt(self.round.target, [len(request.prompt_ids) for request in requests])
@@ -569,6 +569,8 @@ class Decoding:
             row = self._free(owner, reason or "length", in_draft=num_new <= num_chosen_by_draft)
             if self.settings.reuses and not self.round.tree and self.decoder.reuses_any_length:
                 self.space.held.extend(row, owner.token_ids[:-1])  # the cache lacks the last one
+            if self.settings.reuses:
+                self.space.keep(row)
         num_rejected = 0 if reason else max((num_examined or 0) - result.num_accepted, 0)
         return Update(owner, new_ids, num_drafted, result.rejected_ids[:num_rejected])
 

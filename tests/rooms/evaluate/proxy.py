@@ -80,7 +80,7 @@ def texts_alone(body: Body, ask: Ask) -> Body:
 def proxy(server: Server, fault: Fault = honest, *, loses: float = 0.0) -> Iterator[tuple[str, list[Body]]]:
     """The address of a proxy, and all bodies that it was asked; `loses` is the share of connections that it loses.
 
-    Half of those are lost before the server behind it is asked, the others after.
+    A third of those are lost before the server behind it is asked, a third after, a third in the middle of the answer.
     """
     draw, asked, lock = random.Random(0), list[Body](), threading.Lock()
 
@@ -96,7 +96,7 @@ def proxy(server: Server, fault: Fault = honest, *, loses: float = 0.0) -> Itera
             with lock:
                 asked.append(body)
                 number = draw.random()
-            if number < loses / 2:
+            if number < loses / 3:
                 return
             failed: list[tuple[int, Any]] = []
 
@@ -112,15 +112,15 @@ def proxy(server: Server, fault: Fault = honest, *, loses: float = 0.0) -> Itera
                 found = (200, fault(body, ask))
             except ConnectionError:
                 found = failed[0]
-            if number >= loses:
-                self._answer(*found)
+            if number >= loses * 2 / 3:
+                self._answer(*found, is_cut=number < loses)
 
-        def _answer(self, status: int, content: object) -> None:
+        def _answer(self, status: int, content: object, *, is_cut: bool = False) -> None:
             text = json.dumps(content).encode()
             self.send_response(status)
             self.send_header("content-length", str(len(text)))
             self.end_headers()
-            self.wfile.write(text)
+            self.wfile.write(text[: len(text) // 2] if is_cut else text)
 
     httpd = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=httpd.serve_forever)

@@ -12,8 +12,9 @@ from llama_ssp.log_probs import TokenLogprob, TopLogprob
 from llama_ssp.rooms.evaluate.audit import checks
 from llama_ssp.rooms.evaluate.audit.texts import Answered, Scored, TextReader
 from llama_ssp.rooms.evaluate.law import LawSums
-from llama_ssp.rooms.evaluate.martingales import FAULTS, SCORES, Role, Rounds, Sum, TextSums, sums_of
+from llama_ssp.rooms.evaluate.martingales import FAULTS, SCORES, Role, Rounds, Sum, TextSums, roundings, sums_of
 
+ROUNDED = (0.44, 0.28, 0.18, 0.1)
 TARGET, DRAFT, K, NUM_TOKENS = (0.4, 0.3, 0.2, 0.1), (0.1, 0.2, 0.3, 0.4), 2, 12
 FAULT = "a residual drawn from the target"
 
@@ -34,16 +35,17 @@ def drawn(draw: random.Random, *, faulty: bool) -> list[int]:
     return ids[:NUM_TOKENS]
 
 
-def sums_of_texts(texts: Sequence[Sequence[int]]) -> list[TextSums]:
-    """The sums of texts that hide their rounds."""
+def sums_of_texts(texts: Sequence[Sequence[int]], stated: Sequence[float] | None = None) -> list[TextSums]:
+    """The sums of texts that hide their rounds, and state this law or none."""
     sums, num = LawSums(len(texts), torch.device("cpu"), Rounds(longest=K)), len(texts)
     target_BV, draft_BV = (torch.tensor([law]).expand(num, -1) for law in (TARGET, DRAFT))
-    ids_BT = torch.tensor(texts)
+    ids_BT, stated_BV = torch.tensor(texts), torch.tensor([stated]).expand(num, -1) if stated else None
     for place in range(NUM_TOKENS):
         role = Role.hidden if place else Role.unused
         sums.add(
-            ids_BT[:, place, None], target_BV, draft_BV, newest_BN=ids_BT[:, :place], roles_B=torch.full((num,), role)
-        )
+            ids_BT[:, place, None], target_BV, draft_BV, newest_BN=ids_BT[:, :place], roles_B=torch.full((num,), role),
+            stated_BV=stated_BV,
+        )  # fmt: skip
     return sums.of_texts()
 
 
@@ -64,10 +66,25 @@ def test_a_fault_moves_texts_that_hide_their_rounds_as_far_as_they_say(faulty: b
 def test_sums_fail_by_what_they_have_beyond_the_tolerance(faulty: bool, outcome: str) -> None:
     draw = random.Random(3)
     sums = sums_of(sums_of_texts([drawn(draw, faulty=faulty) for _ in range(3000)]))
-    assert checks.judge_sums("law", sums, 0.0, least_p=checks.OF_LAW).outcome == outcome
-    assert checks.judge_sums("law", sums, 0.5, least_p=checks.OF_LAW).outcome == checks.HELD
-    of_half = checks.judge_sums("law", sums, 0.5, least_p=checks.OF_LAW)
+    assert checks.judge_sums("law", sums, {}, least_p=checks.OF_LAW).outcome == outcome
+    of_half = checks.judge_sums("law", sums, checks.tolerated(sums, 0.5), least_p=checks.OF_LAW)
+    assert of_half.outcome == checks.HELD
     assert f"could have missed: {FAULT}" in of_half.said
+
+
+@pytest.mark.parametrize(("faulty", "outcome"), [(True, checks.FAILED), (False, checks.HELD)])
+def test_a_stated_law_explains_its_own_rounding_and_no_fault(faulty: bool, outcome: str) -> None:
+    """A tenth of the texts state it; at its total variation, 0.04 at each place, no fault would show."""
+    draw = random.Random(4)
+    texts = [drawn(draw, faulty=True) if faulty else draw.choices(range(4), ROUNDED, k=NUM_TOKENS) for _ in range(3000)]
+    stated, hidden = sums_of_texts(texts[:300], TARGET if faulty else ROUNDED), sums_of_texts(texts[300:])
+    sums, rounding = sums_of([*stated, *hidden]), roundings(stated, len(texts))
+    assert checks.judge_sums("law", sums, rounding, least_p=checks.OF_LAW).outcome == outcome
+    assert checks.judge_sums("law", sums, {}, least_p=checks.OF_LAW).outcome == checks.FAILED
+    of_variation = checks.judge_sums("law", sums, checks.tolerated(sums, 0.5), least_p=checks.OF_LAW)
+    assert of_variation.outcome == checks.HELD
+    allowed, range_ = rounding["surprise"], sums["surprise"].range
+    assert allowed < 0.02 * range_
 
 
 def a_sum(value: float) -> Sum:
@@ -128,6 +145,10 @@ def test_log_probabilities_of_another_temperature_are_no_rounding() -> None:
     hotter, shown = checks.judge_log_probs(places(0.9, noise=0.03))
     assert (hotter.outcome, shown) == (checks.FAILED, None)
     assert "temperature 1.1" in hotter.said
+    first, *others = places(1.0, noise=0.0)
+    apart, shown = checks.judge_log_probs([(Scored(-9.0, {0: -0.001}), first[1])] * 10 + others)
+    assert (apart.outcome, shown) == (checks.FAILED, None)
+    assert "10 places are above 0.1" in apart.said
 
 
 def test_the_contexts_that_differ_most_are_shown() -> None:

@@ -190,7 +190,7 @@ def text_sums(value: float, *, shift: float = 0.0) -> TextSums:
     num = len(SCORES)
     return TextSums(
         values=[value] * num, variances=[1.0] * num, reaches=[2.0] * num, ranges=[3.0] * num,
-        shifts=[[shift] * num] * len(FAULTS),
+        shifts=[[shift] * num] * len(FAULTS), drifts=[0.0] * num,
     )  # fmt: skip
 
 

@@ -185,24 +185,27 @@ def speculator_logits(head: Any, text: list[int], taps_LX: Tensor, drafted: list
 
 
 def eagle_head(
-    folder: Path, *, kind: str = "llama", num_layers: int = 1, drafted: int = VOCABULARY, **fields: Any
-) -> Any:  # noqa: ANN401
-    """Save a head of EAGLE-3 by the class of `speculators`, over the target in `folder`/target."""
-    config, draft = module_of("speculators.config"), module_of("speculators.models.eagle3")
-    greedy, core = module_of("speculators.proposals.greedy"), module_of("speculators.models.eagle3.core")
-    sizes = _SIZES | {"num_hidden_layers": num_layers, "tie_word_embeddings": False}
+    folder: Path, *, kind: str = "llama", num_layers: int = 1, drafted: int = VOCABULARY, is_parallel: bool = False,
+    windows: dict[str, Any] | None = None, **fields: Any,
+) -> Any:  # noqa: ANN401  # fmt: skip
+    """Save a head of EAGLE-3 or P-EAGLE by a class of `speculators`, over the target in `folder`/target."""
+    algorithm, name = ("peagle", "PEagle") if is_parallel else ("eagle3", "Eagle3")
+    config, draft = module_of("speculators.config"), module_of(f"speculators.models.{algorithm}")
+    greedy, core = module_of("speculators.proposals.greedy"), module_of(f"speculators.models.{algorithm}.core")
+    sizes = _SIZES | {"num_hidden_layers": num_layers, "tie_word_embeddings": False} | (windows or {})
     of_layers = {"llama": LlamaConfig, "qwen3": Qwen3Config}[kind](**sizes)
     of_layers._attn_implementation = "eager"
-    made = draft.Eagle3SpeculatorConfig(
+    fields |= {"mask_token_id": MASK} if is_parallel else {}
+    made = getattr(draft, f"{name}SpeculatorConfig")(
         transformer_layer_config=of_layers, draft_vocab_size=drafted, norm_before_residual=True,
         eagle_aux_hidden_state_layer_ids=[*LAYERS],
         speculators_config=config.SpeculatorsConfig(
-            algorithm="eagle3", proposal_methods=[greedy.GreedyTokenProposalConfig(speculative_tokens=3)],
+            algorithm=algorithm, proposal_methods=[greedy.GreedyTokenProposalConfig(speculative_tokens=3)],
             default_proposal_method="greedy",
             verifier=config.VerifierConfig(name_or_path=str(folder / "target"), architectures=["LlamaForCausalLM"]),
         ), **fields,
     )  # fmt: skip
-    head = core.Eagle3DraftModel(made)
+    head = getattr(core, f"{name}DraftModel")(made)
     if drafted < VOCABULARY:
         ids_D = torch.arange(drafted) * (VOCABULARY // drafted)
         head.load_vocab_mappings(
@@ -213,6 +216,28 @@ def eagle_head(
     return head
 
 
+def parallel_logits(
+    head: Any, text: list[int], taps_LX: Tensor, drafted: list[int], *, num: int  # noqa: ANN401
+) -> Tensor:  # fmt: skip
+    """Logits (V,) of the token after a text and drafted ones, of a pass that drafts `num`, by the class of P-EAGLE."""
+    core, number = module_of("speculators.models.peagle.core"), len(taps_LX)
+    anchors = torch.cat([torch.arange(number), torch.full((num - 1,), number - 1)])
+    depths = torch.cat([torch.zeros(number, dtype=torch.long), torch.arange(1, num)])
+    seen, draw, measure = list[Tensor](), core.generate_cod_sample_indices, core.compute_metrics
+    hook = head.lm_head.register_forward_hook(lambda _module, _args, logits: seen.append(logits))
+    core.generate_cod_sample_indices = lambda **_sizes: (anchors, depths)
+    core.compute_metrics = lambda **_of_training: (None, {})
+    try:
+        with torch.no_grad():
+            ids = torch.tensor([[*text[1:], *[0] * num]])
+            taps = torch.cat([taps_LX, torch.zeros(num, taps_LX.shape[1])])[None]
+            head(taps, ids, torch.zeros_like(ids), verifier_last_hidden_states=taps[..., : head.hidden_size])
+    finally:
+        core.generate_cod_sample_indices, core.compute_metrics = draw, measure
+        hook.remove()
+    return _over_all(head, seen[0][0, number - 1 + len(drafted)].double())
+
+
 def eagle_logits(head: Any, text: list[int], taps_LX: Tensor, _drafted: list[int]) -> Tensor:  # noqa: ANN401
     """Logits (V,) of the token after a text, by the class of `speculators`."""
     seen = list[Tensor]()
@@ -221,7 +246,11 @@ def eagle_logits(head: Any, text: list[int], taps_LX: Tensor, _drafted: list[int
         ids = torch.tensor([text[1:]])
         head(taps_LX[None], ids, torch.zeros_like(ids), ttt_steps=1)
     hook.remove()
-    logits_D = seen[0][0, -1].double()
+    return _over_all(head, seen[0][0, -1].double())
+
+
+def _over_all(head: Any, logits_D: Tensor) -> Tensor:  # noqa: ANN401
+    """Logits over the target's tokens."""
     if head.d2t is None:
         return logits_D
     nowhere_V = torch.full((VOCABULARY,), float("-inf"), dtype=torch.float64)

@@ -32,6 +32,7 @@ from tests.rooms.heads.authors import (
     flat_logits,
     flat_rounds,
     make_alike,
+    parallel_logits,
     speculator_head,
     speculator_logits,
 )
@@ -110,6 +111,12 @@ EAGLES: dict[str, dict[str, Any]] = {
     "of a Llama": {"drafted": 112},
     "that normed taps join": {"norm_before_fc": True, "norm_output": True},
     "of two layers of a Qwen 3": {"kind": "qwen3", "num_layers": 2, "fc_norm": True},
+    "of a Qwen 3, windows": {"kind": "qwen3", "num_layers": 2, "windows": _OF_LAYERS},
+    "of a Llama, windows": {"num_layers": 2, "windows": _OF_LAYERS},
+}
+PARALLEL: dict[str, dict[str, Any]] = {
+    "of a Llama": {"drafted": 112, "num_layers": 2},
+    "of a Qwen 3": {"kind": "qwen3", "num_layers": 2, "norm_before_fc": True},
 }
 
 
@@ -119,6 +126,15 @@ def test_heads_of_eagle_3_of_speculators_draft_as_in_its_class(name: str, tmp_pa
     head = eagle_head(tmp_path, **EAGLES[name])
     decode(tmp_path, seen, kind=HeadDrafter, batch_size=2, num_drafted=1)
     assert head_drafts.check(seen, library, LAYERS, None, partial(eagle_logits, head)) > 20
+
+
+@pytest.mark.parametrize("name", PARALLEL)
+def test_heads_of_p_eagle_of_speculators_draft_as_in_its_class(name: str, tmp_path: Path) -> None:
+    library, seen = target_in(tmp_path), Seen()
+    head = eagle_head(tmp_path, is_parallel=True, **PARALLEL[name])
+    decode(tmp_path, seen, batch_size=2)
+    wanted = partial(parallel_logits, head, num=NUM_DRAFTED)
+    assert head_drafts.check(seen, library, LAYERS, None, wanted) > 40
 
 
 def alike(folder: Path) -> tuple[Any, Any]:

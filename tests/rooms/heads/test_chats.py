@@ -1,6 +1,7 @@
 """A head reads of each turn of a chat what is new, and drafts as behind a text that it has read whole."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from llama_ssp.models.weights import Loading
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.rooms.heads.sources import mtp_of, source_of
 from llama_ssp.speculate.drafters.shared import BroadcastDrafter, ProbsReceiver, TapsSender
+from llama_ssp.speculate.engine.batch_space import BatchSpace
 from llama_ssp.weights import hub
 from llama_ssp.weights.checkpoint import inspect
 from tests.helpers.decoders import change_runs, complete, make_decoder, parts_of, requests_of
@@ -78,6 +80,27 @@ def test_a_turn_of_a_chat_is_read_once(
         extra.append(chat(decoder, head, monkeypatch, turns=TURNS[:num_turns]))
         laws.append({tuple(text): law for text, _, law in seen})
     assert extra[0] <= 0 < extra[1]
+    assert laws[0].keys() == laws[1].keys()
+    assert all(law.equal(laws[1][text]) for text, law in laws[0].items())
+
+
+def test_taps_outlive_their_row_with_the_text(tmp_path: Path) -> None:
+    """Two chats take turns in one row, and drafts have the same laws as behind texts that are read whole."""
+    target, origin, width = one_pass("peagle", tmp_path)
+    runner = loaded(target)
+    head, laws, reused = loaded(origin, runner), list[dict[tuple[int, ...], Tensor]](), list[int]()
+    for num_spare in (2, 0):
+        seen, texts = Seen(), [TURNS[0], TURNS[9]]
+        decoder = make_head_decoder(runner, head.make_drafter, head, origin.layers, width=width, seen=seen)
+        reuse = replace(decoder.space._reuse, num_spare=num_spare)
+        decoder.space = BatchSpace(decoder.round, decoder.executor, batch_size=1, reuse=reuse)
+        for turn in TURNS[1:3]:
+            for number, text in enumerate(texts):
+                [done] = complete(decoder, requests_of([(*text, *turn)], 6))
+                texts[number] = (*done.request.prompt_ids, *done.token_ids)
+        reused.append(done.num_reused_tokens)
+        laws.append({tuple(text): law for text, _, law in seen})
+    assert reused[0] > len(TURNS[9]) + len(TURNS[1]) > reused[1]
     assert laws[0].keys() == laws[1].keys()
     assert all(law.equal(laws[1][text]) for text, law in laws[0].items())
 

@@ -1,6 +1,7 @@
 """The MTP layer of a target's own checkpoint drafts as its public definition says, and a faulty one is one sentence."""
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from scipy.stats import chisquare
 from torch import Tensor
 
 from llama_ssp.architectures.family import inventory
@@ -19,21 +21,28 @@ from llama_ssp.models.cache import Taps
 from llama_ssp.models.huggingface.modules import load_modules
 from llama_ssp.models.huggingface.runner import ModuleRunner
 from llama_ssp.models.loading import check_model, load_model
+from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.models.runner import Runner
 from llama_ssp.models.weights import Loading
 from llama_ssp.rooms.heads.drafter import HeadDrafter
 from llama_ssp.rooms.heads.library import MtpRunner
 from llama_ssp.rooms.heads.records import OF_TARGET
-from llama_ssp.rooms.heads.sources import MtpSource, describe_mtp, mtp_of
+from llama_ssp.rooms.heads.sources import MtpSource, mtp_of
+from llama_ssp.settings.schema import SamplingConfig
+from llama_ssp.speculate.engine.round import DraftChoice
 from llama_ssp.weights.checkpoint import inspect
+from llama_ssp.weights.source import storage_of
 from tests.helpers import head_drafts
 from tests.helpers.edits import edit_config
 from tests.helpers.fake_comm import on_ranks, thread_comms
+from tests.helpers.format_rooms import of_all_formats
 from tests.helpers.head_drafts import Seen, check, check_greedy
 from tests.helpers.lanes import heavy, slow
 from tests.helpers.models import build_checkpoint, refusal
-from tests.helpers.mtp_layers import MTP_LAYOUTS, save_with_mtp
+from tests.helpers.mtp_layers import MTP_LAYOUTS, UNCHAINED, WithStates, save_with_mtp
+from tests.helpers.packed_checkpoints import pack_checkpoint
 from tests.helpers.recorded import WatchedGraphs
+from tests.helpers.text_laws import counted
 
 CPU, WIDTH = torch.device("cpu"), 64
 FEW_TOKENS = 8
@@ -52,16 +61,17 @@ def loaded(folder: Path) -> tuple[Runner, Any, MtpSource]:
 
 def decode(target: Runner, head: Any, origin: MtpSource, **how: Any) -> list[Any]:  # noqa: ANN401
     """Texts with a head; see `head_drafts.decode`."""
-    return head_drafts.decode(target, HeadDrafter, head, origin.layers, width=WIDTH, prompts=PROMPTS, **how)
+    kind = HeadDrafter if origin.shape.num_hidden_layers == 1 else head.make_drafter
+    return head_drafts.decode(target, kind, head, origin.layers, width=WIDTH, prompts=PROMPTS, **how)
 
 
-LIGHT = ("qwen2", "glm4_moe", "qwen3_next")
+LIGHT = ("qwen2", "glm4_moe", "qwen3_next", "exaone_moe", "ernie4_5_moe", "mimo_v2_flash")
 
 
 @pytest.mark.parametrize("family", [*LIGHT, *(heavy(name) for name in sorted(MTP_LAYOUTS.keys() - {*LIGHT}))])
 def test_logits_are_those_of_the_public_definition(family: str, tmp_path: Path) -> None:
     """Of a pair with the target's hidden state, and of the next one, with the layer's own."""
-    model, reference = save_with_mtp(tmp_path, family)
+    model, reference = save_with_mtp(tmp_path, family, num_modules=3 if family == UNCHAINED else 1)
     runner, head, origin = loaded(tmp_path)
     check_model(origin, num_ranks=2)
     taps = Taps(origin.layers, width=WIDTH, dtype=torch.float32, device=CPU)
@@ -71,34 +81,67 @@ def test_logits_are_those_of_the_public_definition(family: str, tmp_path: Path) 
     taps.allocate(batch_size=1, num_slots=64)
     with torch.inference_mode():
         runner.forward(IDS_BT[:, :8], positions_BT, bucket=64, taps=taps)
-        states_LE = model.model(IDS_BT[:, :8]).last_hidden_state[0, :7]
+        states = WithStates(model)(IDS_BT[:, :8], output_hidden_states=True).hidden_states
+        states_LE = states[origin.layers[0]][0, :7]
         torch.testing.assert_close(taps.read(positions_BT)[0, :7], states_LE, atol=1e-5, rtol=1e-5)
         hidden_BTE = head.hidden_of(taps.read(positions_BT[:, :7]))
-        hidden_BTE, first_BRV = head.extend(
+        found_BTE, first_BRV = head.extend(
             IDS_BT[:, 1:8], hidden_BTE, positions_BT[:, :7], bucket=64, score_positions_B1=torch.tensor([[6]])
         )
-        _, second_BRV = head.extend(IDS_BT[:, 8:], hidden_BTE, positions_BT[:, 7:], bucket=64)
+        assert found_BTE.shape[1] == 1
+        if family == UNCHAINED:
+            _, second_BRV = head.extend(IDS_BT[:, 2:], hidden_BTE, positions_BT[:, :7], bucket=64, module=1)
+            second_BRV = second_BRV[:, -1:]
+        else:
+            _, second_BRV = head.extend(IDS_BT[:, 8:], found_BTE, positions_BT[:, 7:], bucket=64)
     for logits_BRV, number in ((first_BRV, 8), (second_BRV, 9)):
         wanted_V = reference(embedding_VE[IDS_BT[0, 1:number]], states_LE)
         torch.testing.assert_close(logits_BRV[0, 0], wanted_V, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
-    ("family", "shape"),
-    [("qwen2", "2x2x1"), heavy("qwen3_next", None), slow("qwen2", None), slow("glm4_moe", "2x2x1")],
-)
+    ("family", "shape", "num_modules"),
+    [
+        ("qwen2", "2x2x1", 1), heavy("qwen3_next", None, 1), slow("qwen2", None, 1), slow("glm4_moe", "2x2x1", 1),
+        ("glm4_moe", None, 3), heavy("mimo_v2_flash", None, 3), heavy("deepseek_v3", None, 2),
+        heavy("ernie4_5_moe", None, 1), heavy("deepseek_v3", "2x2x1", 2),
+    ],
+)  # fmt: skip
 def test_every_step_of_every_round_has_the_distribution_of_the_reference(
-    family: str, shape: str | None, tmp_path: Path
+    family: str, shape: str | None, num_modules: int, tmp_path: Path
 ) -> None:
-    model, reference = save_with_mtp(tmp_path, family, vocab_size=FEW_TOKENS)
+    """A tree is drafted by the first module alone. So hot, most tokens are accepted."""
+    model, reference = save_with_mtp(tmp_path, family, vocab_size=FEW_TOKENS, num_modules=num_modules)
+    if shape and num_modules > 1:
+        _, reference = save_with_mtp(tmp_path / "one", family, vocab_size=FEW_TOKENS)
     target, head, origin = loaded(tmp_path)
     seen, table_VE = Seen(), model.get_input_embeddings().weight.detach()
-    decode(target, head, origin, seen=seen, batch_size=2, tree=shape)
+    hot = {"temperature": 4.0} if num_modules > 1 else {}
+    drafted = 3 if shape else num_modules + 2
+    decode(target, head, origin, seen=seen, batch_size=2, tree=shape, num_drafted=drafted, num_new=24, **hot)
 
     def wanted(text: list[int], states_LE: Tensor, drafted: list[int]) -> Tensor:
         return reference(table_VE[[*text[1:], *drafted]], states_LE).detach().double()
 
-    assert check(seen, model, origin.layers, shape, wanted) > 24
+    assert check(seen, WithStates(model), origin.layers, shape, wanted, **hot) > 24
+
+
+@pytest.mark.parametrize("family", [heavy("glm4_moe"), heavy("mimo_v2_flash")])
+def test_modules_read_what_they_have_missed_in_shorter_rounds_and_in_rounds_without_a_draft(
+    family: str, tmp_path: Path
+) -> None:
+    model, reference = save_with_mtp(tmp_path, family, vocab_size=FEW_TOKENS, num_modules=3)
+    target, head, origin = loaded(tmp_path)
+    seen, table_VE = Seen(), model.get_input_embeddings().weight.detach()
+    choices = [*map(DraftChoice, [3, *[1] * 12, 2, *[0] * 33, 4, 1, 3, 0, 3])]
+    hot: dict[str, Any] = {"temperature": 4.0}
+    decode(target, head, origin, seen=seen, batch_size=3, choices=choices, num_new=80, num_drafted=4, **hot)
+    assert {len(ids_K) for _, ids_K, _ in seen} == {1, 2, 3, 4}
+
+    def wanted(text: list[int], states_LE: Tensor, drafted: list[int]) -> Tensor:
+        return reference(table_VE[[*text[1:], *drafted]], states_LE).detach().double()
+
+    assert check(seen, WithStates(model), origin.layers, None, wanted, **hot) > 24
 
 
 IN_BLOCKS = {"linear_num_value_heads": 32, "linear_value_head_dim": 4}
@@ -106,18 +149,22 @@ IN_BLOCKS = {"linear_num_value_heads": 32, "linear_value_head_dim": 4}
 
 
 @pytest.mark.parametrize(
-    ("family", "recorder", "numbers"),
+    ("family", "recorder", "numbers", "num_modules"),
     [
-        ("qwen2", WatchedGraphs, (1, 2, 3, 4)), ("qwen3_5_text", WatchedGraphs, (3,)),
-        slow("qwen3_5_text", WatchedGraphs, (1, 2, 4)), slow("glm4_moe", False, (1, 2, 3, 4)),
-        slow("deepseek_v3", False, (1, 2, 3, 4)),
+        ("qwen2", WatchedGraphs, (1, 2, 3, 4), 1), ("qwen3_5_text", WatchedGraphs, (3,), 1),
+        slow("qwen3_5_text", WatchedGraphs, (1, 2, 4), 1), slow("glm4_moe", False, (1, 2, 3, 4), 1),
+        slow("deepseek_v3", False, (1, 2, 3, 4), 1), heavy("glm4_moe", False, (3,), 3),
+        heavy("mimo_v2_flash", False, (4,), 3), slow("mimo_v2_flash", False, (1, 2, 3), 3),
+        slow("deepseek_v3", False, (1, 2, 3, 4), 2),
+        heavy("ernie4_5_moe", False, (2,), 1), heavy("exaone_moe", False, (2,), 1),
     ],
 )  # fmt: skip
 def test_greedy_text_is_that_of_plain_decoding(
-    family: str, recorder: Any, numbers: tuple[int, ...], tmp_path: Path  # noqa: ANN401
+    family: str, recorder: Any, numbers: tuple[int, ...], num_modules: int, tmp_path: Path  # noqa: ANN401
 ) -> None:  # fmt: skip
     """For each K, batches of one and of three, launched and recorded."""
-    save_with_mtp(tmp_path, family, vocab_size=32, **IN_BLOCKS if family == "qwen3_5_text" else {})
+    more = IN_BLOCKS if family == "qwen3_5_text" else {"tie_word_embeddings": False} if family == "ernie4_5_moe" else {}
+    save_with_mtp(tmp_path, family, vocab_size=32, num_modules=num_modules, **more)
     tensors = load_file(tmp_path / "model.safetensors")
     tensors["lm_head.weight"][FEW_TOKENS:] *= 0.01  # so that a random head drafts tokens of a random target
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
@@ -127,9 +174,17 @@ def test_greedy_text_is_that_of_plain_decoding(
     assert check_greedy(target, PROMPTS, partial(decode, target, head, origin), ways, num_new=12) > len(numbers)
 
 
-@pytest.mark.parametrize("family", ["glm4_moe", heavy("qwen2"), heavy("qwen3_next")])
-def test_two_ranks_compute_what_one_does_with_the_target_s_tables(family: str, tmp_path: Path) -> None:
-    save_with_mtp(tmp_path, family)
+@pytest.mark.parametrize(
+    ("family", "num_modules"),
+    [
+        ("glm4_moe", 2), heavy("mimo_v2_flash", 3), heavy("qwen2", 1), heavy("qwen3_next", 1), heavy("exaone_moe", 1),
+        heavy("ernie4_5_moe", 1), heavy("deepseek_v3", 2),
+    ],
+)  # fmt: skip
+def test_two_ranks_compute_what_one_does_with_the_target_s_tables(
+    family: str, num_modules: int, tmp_path: Path
+) -> None:
+    save_with_mtp(tmp_path, family, num_modules=num_modules)
     _, whole, origin = loaded(tmp_path)
     comms = thread_comms(2)
 
@@ -137,7 +192,8 @@ def test_two_ranks_compute_what_one_does_with_the_target_s_tables(family: str, t
         head.allocate(batch_size=1, capacity=64)
         with torch.inference_mode():
             hidden_BTE = torch.linspace(-1, 1, 8 * WIDTH).view(1, 8, WIDTH)
-            return head.extend(IDS_BT[:, 1:], hidden_BTE, torch.arange(8)[None], bucket=64)[1]  # type: ignore[no-any-return]
+            last = {"module": num_modules - 1} if num_modules > 1 else {}
+            return head.extend(IDS_BT[:, 1:], hidden_BTE, torch.arange(8)[None], bucket=64, **last)[1]  # type: ignore[no-any-return]
 
     parts: dict[str, Any] = {"dtype": torch.float32, "device": CPU}
     if family == "qwen2":
@@ -153,9 +209,12 @@ def test_two_ranks_compute_what_one_does_with_the_target_s_tables(family: str, t
     torch.testing.assert_close(found[0], extended(whole), atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("family", [*LIGHT, heavy("deepseek_v3")])
-def test_a_plan_counts_the_layer_by_config_json_alone(family: str, tmp_path: Path) -> None:
-    save_with_mtp(tmp_path, family)
+@pytest.mark.parametrize(
+    ("family", "num_modules"),
+    [*((name, 1) for name in LIGHT if name != UNCHAINED), (UNCHAINED, 3), ("glm4_moe", 3), heavy("deepseek_v3", 2)],
+)
+def test_a_plan_counts_the_layers_by_config_json_alone(family: str, num_modules: int, tmp_path: Path) -> None:
+    save_with_mtp(tmp_path, family, num_modules=num_modules)
     origin = mtp_of(inspect(tmp_path))
     check_readable(tmp_path, "none", of=OF_TARGET)
     (tmp_path / "model.safetensors").unlink()
@@ -163,7 +222,9 @@ def test_a_plan_counts_the_layer_by_config_json_alone(family: str, tmp_path: Pat
     assert shape.is_head
     stored = sum(torch.Size(facts.shape).numel() for facts in origin.tensors.values())
     assert inventory(shape).num_parameters == stored
-    assert inventory(replace(shape, modules=None)).num_layers == 1
+    assert inventory(replace(shape, modules=None)).num_layers == num_modules
+    if family in {"exaone_moe", "ernie4_5_moe", UNCHAINED}:
+        assert shape.num_experts == 0
 
 
 def without(name: str) -> Callable[[Path], None]:
@@ -194,15 +255,125 @@ def test_a_target_without_its_mtp_layer_is_one_sentence(
 
 def test_other_families_are_one_sentence(tmp_path: Path) -> None:
     build_checkpoint(tmp_path, "ernie4_5", num_nextn_predict_layers=1)
-    said = "reads the MTP layers of deepseek_v3, glm4_moe, .* models, and .* is a ernie4_5 model: give"
+    said = "reads the MTP layers of deepseek_v3, ernie4_5_moe, .* models, and .* is a ernie4_5 model: give"
     with pytest.raises(ConfigError, match=said):
         mtp_of(inspect(tmp_path))
     assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "ernie4_5"
     assert "is a ernie4_5 model" in refusal(lambda: check_readable(tmp_path, "none", of=OF_TARGET))
 
 
-def test_a_family_whose_config_names_no_mtp_layers_is_not_said_to_have_none(tmp_path: Path) -> None:
-    """The files of MiMo-V2-Flash hold model.mtp.*, which its config.json does not say."""
-    (tmp_path / "config.json").write_text('{"model_type": "mimo_v2_flash"}')
-    for read in (partial(check_readable, quantization="none", of=OF_TARGET), describe_mtp):
-        assert f"models, and {tmp_path} is a mimo_v2_flash model: give" in refusal(partial(read, tmp_path))
+@pytest.mark.heavy
+def test_modules_draft_what_those_of_transformers_do(tmp_path: Path) -> None:
+    """The library's own reading of a chain of modules, in files of DeepSeek V3."""
+    from transformers import AutoModelForCausalLM
+    from transformers.cache_utils import MtpCache
+    from transformers.modeling_layers import MtpModel
+
+    save_with_mtp(tmp_path, "deepseek_v3", num_modules=3)
+    model: Any = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="float32")
+    model._keys_to_ignore_on_load_unexpected = [r"model\.layers\.[234]\."]  # by which it finds its modules
+    own: Any = MtpModel.from_pretrained(model).eval()
+    assert len(own.layers) == 3
+    target, head, origin = loaded(tmp_path)
+    seen, number = Seen(), 0
+    decode(target, head, origin, seen=seen, batch_size=2)
+    for text, ids_K, law_TV in seen:
+        if text == [0, 0]:
+            continue
+        ids, cache = torch.tensor([text]), MtpCache(config=model.config.get_mtp_config())
+        with torch.inference_mode():
+            states = model(ids, output_hidden_states=True).hidden_states[-1][:, :-1]
+            for module, drafted in enumerate(ids_K):
+                ids, places = ids[:, 1:], torch.arange(1 + module, len(text) + module)[None]
+                states = own.forward_layer(module, states, places, cache, input_ids=ids)
+                wanted_V = (own.shared_head(states[0, -1]) / head_drafts.TEMPERATURE).softmax(-1)
+                torch.testing.assert_close(law_TV[module], wanted_V, atol=1e-5, rtol=1e-4)
+                ids, number = torch.cat([ids, drafted.view(1, 1)], dim=1), number + 1
+    assert number > 24
+
+
+def accept_mostly(folder: Path, family: str) -> None:
+    """Let a target follow its newest token almost alone, and its modules the token that they read."""
+    tensors = load_file(folder / "model.safetensors")
+    for name, tensor in tensors.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            tensor.mul_(0.02)
+        if name.endswith("eh_proj.weight"):
+            tensor.copy_(torch.cat([torch.eye(WIDTH), 0.1 * tensor[:, WIDTH:]], dim=1))
+        if name.endswith((".enorm.weight", "final_layernorm.weight", "shared_head.norm.weight")):
+            tensor.copy_(torch.ones(WIDTH) if "enorm" in name else tensors["model.norm.weight"])
+    tensors["model.embed_tokens.weight"] *= 10
+    tensors["lm_head.weight"] *= 3
+    assert family in {"glm4_moe", UNCHAINED}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+class _Model:
+    """A model of the library as `counted` reads it."""
+
+    def __init__(self, library: Any) -> None:  # noqa: ANN401
+        self._library = library
+
+    def logits(self, ids: list[int]) -> Tensor:
+        with torch.inference_mode():
+            return self._library(torch.tensor([ids])).logits[0, -1]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("family", "rule_name"),
+    [heavy("glm4_moe", "block"), heavy(UNCHAINED, "speculative"), slow("glm4_moe", "speculative")],
+)
+def test_sampled_texts_have_the_target_s_law_with_modules_that_are_mostly_accepted(
+    family: str, rule_name: str, tmp_path: Path
+) -> None:
+    """A false alarm has a chance of 1 in 10 000."""
+    from transformers import AutoModelForCausalLM
+
+    save_with_mtp(tmp_path, family, num_modules=3, vocab_size=32)
+    accept_mostly(tmp_path, family)
+    target, head, origin = loaded(tmp_path)
+    sampling, prompt = SamplingConfig(temperature=1.0, top_k=3), PROMPTS[0]
+    how: dict[str, Any] = {"sampling": sampling, "rule_name": rule_name, "num_samples": 2000}
+    done = decode(target, head, origin, batch_size=250, num_new=4, **how)
+    accepted = [number for each in done for number in each.accepted_lengths]
+    assert sum(accepted) > 0.5 * sum(sum(each.draft_lengths) for each in done)
+    library: Any = _Model(AutoModelForCausalLM.from_pretrained(tmp_path, dtype="float32"))
+    for length in (2, 3, 4):
+        texts = [tuple(each.token_ids[:length]) for each in done]
+        counts, expected = counted(library, prompt, texts, sampling=sampling)
+        assert chisquare(counts, expected).pvalue > 1e-4 / 3
+
+
+@pytest.mark.parametrize(("family", "num_modules"), [heavy("glm4_moe", 2), heavy("mimo_v2_flash", 3)])
+@of_all_formats
+def test_modules_of_fp8_checkpoints_run_as_they_are_stored(family: str, num_modules: int, tmp_path: Path) -> None:
+    """The product of both inputs is stored in 16 or 32 bits, as published files have it."""
+    sizes: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 256}
+    sizes |= {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 32}
+    sizes |= {"v_head_dim": 32} if family == UNCHAINED else {}
+    save_with_mtp(tmp_path / "origin", family, num_modules=num_modules, **sizes)
+    for module in range(num_modules):
+        shutil.rmtree(tmp_path / "origin" / f"module {module}")
+    pack_checkpoint(tmp_path / "origin", tmp_path / "packed", tmp_path / "numbers", "fp8")
+    numbers = load_file(tmp_path / "numbers" / "model.safetensors")
+    packed = load_file(tmp_path / "packed" / "model.safetensors")
+    for name in [name for name in packed if name.endswith("eh_proj.weight")]:
+        del packed[f"{name}_scale_inv"]
+        packed[name] = numbers[name]
+    save_file(packed, tmp_path / "packed" / "model.safetensors", metadata={"format": "pt"})
+
+    def extended(folder: Path) -> Tensor:
+        origin = mtp_of(inspect(folder))
+        storage = storage_of(origin)
+        check_model(origin, num_ranks=1, quantization=storage or "none")
+        precision = Precision(quantization=storage or "none", is_stored=storage is not None)
+        head: Any = load_model(Loading(origin, dtype=torch.float32, device=CPU, precision=precision))
+        head.allocate(batch_size=1, capacity=64)
+        with torch.inference_mode():
+            hidden_BTE = torch.linspace(-1, 1, 8 * 256).view(1, 8, 256)
+            last = {"module": num_modules - 1}
+            return head.extend(IDS_BT[:, 1:], hidden_BTE, torch.arange(8)[None], bucket=64, **last)[1]  # type: ignore[no-any-return]
+
+    wanted, found = map(extended, (tmp_path / "numbers", tmp_path / "packed"))
+    assert storage_of(mtp_of(inspect(tmp_path / "packed"))) is not None
+    assert (found - wanted).abs().max() < 1e-3 * wanted.abs().max()

@@ -36,6 +36,7 @@ from tests.helpers.lanes import heavy, slow
 from tests.helpers.models import FAMILIES, VOCAB_SIZE, build_checkpoint, refusal
 from tests.helpers.one_pass_heads import (
     CONFIGS,
+    FORGED,
     SELECTING,
     SHARING,
     VOCABULARY,
@@ -77,7 +78,7 @@ def check(folder: Path, layout: str, **how: Any) -> int:
     return head_drafts.check(seen, library, taps_of(layout), tree, wanted)
 
 
-ALWAYS = {"peagle": None, "dflash of its authors": None, "dspark": "2x2x1", SELECTING: "2x2x1"}
+ALWAYS = {"peagle": None, "dflash of its authors": None, "dspark": "2x2x1", SELECTING: "2x2x1", FORGED: None}
 
 
 @pytest.mark.parametrize(
@@ -134,6 +135,19 @@ def test_greedy_text_is_that_of_plain_decoding(layout: str, tmp_path: Path) -> N
     assert check_greedy(runner, PROMPTS, partial(decode, runner, origin), ways) >= 3
 
 
+@pytest.mark.parametrize("layout", [SELECTING, heavy(FORGED)])
+def test_a_text_is_the_same_beside_others_and_in_a_run_that_goes_on_after_its_first_prompts(
+    layout: str, tmp_path: Path
+) -> None:
+    target, origin = save_pair(tmp_path, layout, likely=8)
+    runner = load(target)
+    whole = decode(runner, origin, batch_size=3)
+    assert sum(sum(each.accepted_lengths) for each in whole) > 0
+    head = load(origin, runner)
+    rest = head_drafts.decode(runner, OnePassDrafter, head, origin.layers, width=WIDTH, prompts=PROMPTS[1:])
+    assert [each.token_ids for each in rest] == [each.token_ids for each in whole[1:]]
+
+
 @pytest.mark.parametrize("layout", CONFIGS)
 def test_a_plan_counts_the_head_by_config_json_alone(layout: str, tmp_path: Path) -> None:
     folder, tensors = save_head(tmp_path / "head", layout), make_tensors(layout)
@@ -145,7 +159,7 @@ def test_a_plan_counts_the_head_by_config_json_alone(layout: str, tmp_path: Path
     own = {name: tensor for name, tensor in tensors.items() if name not in {"d2t", "t2d", "mask_hidden"}}
     own = {name: tensor for name, tensor in own.items() if not name.startswith(("confidence_head", "fc_norm"))}
     stored = sum(tensor.numel() for tensor in own.values()) + WIDTH * ("mask_hidden" in tensors)
-    stored += 2 * VOCABULARY * WIDTH if layout in {SHARING, SELECTING} else 0
+    stored += 2 * VOCABULARY * WIDTH if layout in {SHARING, SELECTING, FORGED} else 0
     assert inventory(shape).num_parameters == stored
 
 
@@ -173,6 +187,10 @@ FAULTS: dict[str, tuple[str, dict[str, Any], str]] = {
     "tensors that nothing reads": ("dspark of DeepSpec", {"markov_rank": 0}, "this head takes .model.markov_head"),
     "other masks": (SHARING, {"dflash_config": {"causal": True}}, "has causal in dflash_config, which engines read"),
     "another Markov head": ("dspark", {"markov_head_type": "lstm"}, "and vanilla or gated or rnn is read"),
+    "another projector": (FORGED, {"dflash_config": CONFIGS[FORGED]["dflash_config"] | {"projector_type": "domino"}},
+                          "has projector_type domino, and of draft heads"),
+    "fields to come of SpecForge": (FORGED, {"dflash_config": CONFIGS[FORGED]["dflash_config"] | {"markov_order": 2}},
+                                    "has markov_order, which no dspark head"),
     "another family": ("dflash of DeepSpec", {"architectures": ["Gemma4DSparkModel"]}, "in a layout that is not read"),
     "another target": ("dflash of DeepSpec", {"vocab_size": 300},
                        "of a target of width 64 with 300 tokens, and this target has width 64 and 224"),

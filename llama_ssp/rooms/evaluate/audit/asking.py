@@ -36,7 +36,11 @@ PROCESSORS = {
     "presence_penalty": 2.0,
 }  # fmt: skip
 """Settings that are asked for one at a time, besides biases and the end of a text."""
-_EXTRAS: dict[str, Any] = {"return_token_ids": True, "return_tokens_as_token_ids": True, "logprobs": 20}
+_EXTRAS: dict[str, Any] = {
+    "return_token_ids": True, "return_tokens_as_token_ids": True, "logprobs": 20, "top_k": -1, "top_p": 1.0,
+    "min_p": 0.0,
+}  # fmt: skip
+"""Fields of all requests, as far as the server takes them: some servers truncate unless told otherwise."""
 _FEWER_LOGPROBS = 5
 
 
@@ -77,6 +81,16 @@ def plain(sampling: SamplingConfig) -> SamplingConfig:
     return replace(sampling, temperature=1.0, from_model=[], **_OF_BODY)
 
 
+def fields_of(sampling: SamplingConfig) -> dict[str, Any]:
+    """The fields of a request for these settings."""
+    found = {name: getattr(sampling, name) for name, off in _OF_BODY.items() if getattr(sampling, name) != off}
+    if "min_new_tokens" in found:
+        found["min_tokens"] = found.pop("min_new_tokens")
+    if "logit_bias" in found:
+        found["logit_bias"] = {str(token): bias for token, bias in sampling.logit_bias.items()}
+    return {"temperature": sampling.temperature, **found}
+
+
 def processors(session: Session, requests: Sequence[PromptRequest]) -> dict[str, SamplingConfig]:
     """The settings that are checked one by one, strong enough to show in a few hundred tokens."""
     base, eos_ids = plain(session.config.sampling), session.models.eos_ids
@@ -103,15 +117,10 @@ class Asker:
         extras, is_scored = dict(self._facts.extras), more.pop("scored", False)
         if self._facts.gives_ids and not is_scored:
             extras.pop("logprobs", None)
-        wanted = {name: getattr(sampling, name) for name, off in _OF_BODY.items() if getattr(sampling, name) != off}
-        if "min_new_tokens" in wanted:
-            wanted["min_tokens"] = wanted.pop("min_new_tokens")
-        if "logit_bias" in wanted:
-            wanted["logit_bias"] = {str(token): bias for token, bias in sampling.logit_bias.items()}
         prompt = [*request.prompt_ids] if self._facts.takes_ids else request.prompt
         body = {
-            "model": self._facts.name, "prompt": prompt, "max_tokens": num, "temperature": sampling.temperature,
-            "seed": seed % (1 << 31), **wanted, **extras, **more,
+            "model": self._facts.name, "prompt": prompt, "max_tokens": num, "seed": seed % (1 << 31), **extras,
+            **fields_of(sampling), **more,
         }  # fmt: skip
         return Ask(key, body)
 
@@ -154,7 +163,9 @@ class Asker:
         number = max(min(MOST_END, MOST_READ // context), 1)
         request = replace(self._requests[0], prompt_ids=tuple(ids))
         return [
-            self._ask(f"{END}/{one}", request, self._config.sampling, num=num, seed=self._config.seed + one)
+            self._ask(
+                f"{END}/{one}", request, self._config.sampling, num=num, seed=self._config.seed + one, scored=True
+            )
             for one in range(number)
         ]
 
@@ -178,19 +189,37 @@ class Asker:
 
 def probe(client: Client, session: Session, request: PromptRequest, reader: TextReader) -> Facts:
     """Find the fields that a server takes; raises ConfigError for a server that reads another prompt."""
-    name, context = settings_of(session.config).served_name, None
+    name, context = name_and_context(client, settings_of(session.config).served_name)
+    name = name or session.config.model.label
+    extras, takes_ids, answer = taken(client, name, [*request.prompt_ids], request.prompt)
+    found = reader.read(answer, ends=True)
+    if found.num_prompt is not None and (more := found.num_prompt - len(request.prompt_ids)):
+        raise ConfigError(
+            f"{client.url} reads {found.num_prompt} tokens where {len(request.prompt_ids)} were sent, {more:+}: it "
+            "adds text, such as a system prompt, or has another tokenizer; an audit needs /completions as they are"
+        )
+    gives = any(isinstance(answer["choices"][0].get(key), list) for key in ("token_ids", "tokens"))
+    return Facts(name=name, extras=extras, takes_ids=takes_ids, gives_ids=gives, context=context)
+
+
+def name_and_context(client: Client, name: str | None) -> tuple[str | None, int | None]:
+    """The name of a server's model, unless it is given, and its context, as far as the server says."""
+    context = None
     with suppress(RefusedError, KeyError, IndexError, TypeError, AttributeError):
         model = client.get("/models")["data"][0]
         context = next((model[key] for key in ("max_model_len", "context_length") if model.get(key)), None)
         context = context or (model.get("meta") or {}).get("n_ctx_train")
         name = name or model["id"]
-    extras, takes_ids = dict(_EXTRAS), True
+    return name, context
+
+
+def taken(client: Client, name: str, ids: Sequence[int], text: str) -> tuple[dict[str, Any], bool, dict[str, Any]]:
+    """The fields that a server takes besides OpenAI's, whether it takes the prompt as ids, and its answer."""
+    extras, takes_ids = dict(_EXTRAS), bool(ids)
     while True:
-        prompt = [*request.prompt_ids] if takes_ids else request.prompt
-        body = {"model": name or session.config.model.label, "prompt": prompt, "max_tokens": 1, "temperature": 1.0}
+        body = {"model": name, "prompt": ids if takes_ids else text, "max_tokens": 1, "temperature": 1.0}
         try:
-            answer = client.complete(body | extras)
-            break
+            return extras, takes_ids, client.complete(body | extras)
         except RefusedError as error:
             named = [key for key in extras if key in str(error).lower()]
             if named == ["logprobs"] and extras["logprobs"] > _FEWER_LOGPROBS:
@@ -201,16 +230,8 @@ def probe(client: Client, session: Session, request: PromptRequest, reader: Text
             elif takes_ids:
                 takes_ids, extras = False, dict(_EXTRAS)
             else:
-                reason = f"{client.url}/completions does not complete {request.prompt!r} ({error})"
+                reason = f"{client.url}/completions does not complete {text!r} ({error})"
                 raise ConfigError(f"{reason}: give its address as http://HOST:PORT/v1, and task.served_name=") from None
-    found = reader.read(answer, ends=True)
-    if found.num_prompt is not None and (more := found.num_prompt - len(request.prompt_ids)):
-        raise ConfigError(
-            f"{client.url} reads {found.num_prompt} tokens where {len(request.prompt_ids)} were sent, {more:+}: it "
-            "adds text, such as a system prompt, or has another tokenizer; an audit needs /completions as they are"
-        )
-    gives = any(isinstance(answer["choices"][0].get(key), list) for key in ("token_ids", "tokens"))
-    return Facts(name=str(body["model"]), extras=extras, takes_ids=takes_ids, gives_ids=gives, context=context)
 
 
 def gather(session: Session, requests: Sequence[PromptRequest]) -> Gathered:

@@ -1,8 +1,8 @@
 """The checks of an audit: pure functions of what a server has answered and what the target says of it; without torch.
 
-Rounding of another number format is no fault. With t the largest total variation between the server's probabilities
-and the target's, a law within t moves the expectation of a score at a place by t times the score's range at most: what
-a sum has beyond that is judged.
+Rounding of another number format is no fault. The log-probabilities that a server returns say how far its own law
+moves each sum; with a given total variation t instead, a law within t moves the expectation of a score at a place by t
+times the score's range at most. What a sum has beyond that is judged.
 
 A processor is judged by a test martingale. With p the law that was asked for and r the one without the processor, a
 token has the factor r / ((1 - e) p + e r), whose expectation under p is at most 1, and under a law within t of p at
@@ -33,7 +33,8 @@ _OTHER_MODEL = 1.0
 """Nats of each token by which texts of another model are more improbable than the target's own."""
 _OF_OTHER, _OF_OTHER_ROUNDED, _SAME, _MOST_EXPONENT = 0.02, 0.5, 1e-4, 500.0
 """e, and where the laws differ by rounding; total variation of the same number format."""
-_COOLER = 0.1
+_COOLER, _MOST_FAR = 0.1, 0.01
+"""A temperature that is x 0.9, and the share of places where rounding may be larger than MOST_ROUNDING."""
 _MOST_SLOPE, _NUM_ERRORS, _LEAST_PLACES = 0.02, 5.0, 50
 _STEPS = 40
 _END = -1
@@ -47,40 +48,50 @@ class Finding(NamedTuple):
     said: str
 
 
-def judge_sums(check: str, sums: Mapping[str, Sum], variation: float | None, *, least_p: float) -> Finding:
-    """Judge sums of texts, and say what they would have found; `variation` is None if rounding is not known."""
+def judge_sums(check: str, sums: Mapping[str, Sum], rounding: Mapping[str, float] | None, *, least_p: float) -> Finding:
+    """Judge sums of texts, and say what they would have found.
+
+    `rounding` is how far it may have moved each sum, None if not known.
+    """
     varying = {name: one for name, one in sums.items() if one.varies}
     if not varying:
         return Finding(check, UNKNOWN, "no text was long enough")
 
-    def worst_within(most: float) -> tuple[float, str]:
-        return min((one.within(most).p_value, name) for name, one in varying.items())
-
-    p_value, name = worst_within(variation or 0.0)
-    z = varying[name].within(variation or 0.0).z
+    left = _beyond(varying, rounding or {})
+    p_value, name = min((one.p_value, name) for name, one in left.items())
+    z = left[name].z
     said = f"of {len(varying)} sums the worst is {name}, {z:+.1f} standard errors (p = {p_value:.2g}"
     said += f", {'above' if p_value > least_p else 'not above'} {least_p:.2g})"
     if p_value > least_p:
-        return Finding(check, HELD, said + _missed(varying, variation or 0.0, least_p=least_p))
+        return Finding(check, HELD, said + _missed(varying, rounding or {}, least_p=least_p))
     low, high = 0.0, 1.0  # of the total variation that would explain the sums
     for _ in range(_STEPS):
         middle = (low + high) / 2
-        low, high = (middle, high) if worst_within(middle)[0] <= least_p else (low, middle)
+        worst = min(one.beyond(middle * one.range).p_value for one in varying.values())
+        low, high = (middle, high) if worst <= least_p else (low, middle)
     said += f"; a law at a total variation of {high:.3g} could give them"
-    if variation is not None or high > MOST_ROUNDING:
+    if rounding is not None or high > MOST_ROUNDING:
         return Finding(check, FAILED, said)
     return Finding(check, UNKNOWN, f"{said}, below which nothing can be said: give baseline= or task.tolerance=")
 
 
-def _missed(sums: Mapping[str, Sum], variation: float, *, least_p: float) -> str:
+def tolerated(sums: Mapping[str, Sum], variation: float) -> dict[str, float]:
+    """How far a law at this total variation may move each sum."""
+    return {name: variation * one.range for name, one in sums.items()}
+
+
+def _beyond(sums: Mapping[str, Sum], rounding: Mapping[str, float]) -> dict[str, Sum]:
+    return {name: one.beyond(rounding.get(name, 0.0)) for name, one in sums.items()}
+
+
+def _missed(sums: Mapping[str, Sum], rounding: Mapping[str, float], *, least_p: float) -> str:
     """Name the faults that so many tokens might not have shown."""
-    left = {name: one.within(variation) for name, one in sums.items()}
-    found = powers([*left.values()], least_p=least_p)
+    found = powers([*_beyond(sums, rounding).values()], least_p=least_p)
     chances = {fault: found.get(fault, 0.0) for fault in moves(sums.values())}
-    surprise = left.get("surprise")
+    surprise = sums.get("surprise")
     if surprise:  # of an exponential family: the derivative of its mean is its variance
-        shift = max(_COOLER / (1 - _COOLER) * surprise.variance - variation * surprise.range, 0.0)
-        moved = replace(surprise, shifts=(shift,))
+        moved = replace(surprise, shifts=(_COOLER / (1 - _COOLER) * surprise.variance,))
+        moved = moved.beyond(rounding.get("surprise", 0.0))
         chances[f"temperature x {1 - _COOLER:g}"] = moved.power(0, least_p=least_p)
     missed = [f"{fault} ({chance:.2f})" for fault, chance in chances.items() if chance < LEAST_POWER]
     sure = [fault for fault, chance in chances.items() if chance >= LEAST_POWER]
@@ -164,7 +175,9 @@ def judge_log_probs(pairs: Sequence[tuple[Scored, TokenLogprob]]) -> tuple[Findi
     said += f"; those of the texts' tokens differ by {median(own_apart):.2g} nats (median)"
     if abs(slope - 1) > max(_MOST_SLOPE, _NUM_ERRORS * error):
         return Finding(check, FAILED, f"{said}: they are those of temperature {1 / slope if slope else 0:.2f}"), None
-    if median(own_apart) > MOST_ROUNDING or median(distances) > MOST_ROUNDING:
+    far = sum(one > MOST_ROUNDING for one in distances)
+    if far > _MOST_FAR * len(pairs) or median(own_apart) > MOST_ROUNDING:
+        said += f", and {far} places are above {MOST_ROUNDING}"
         return Finding(check, FAILED, f"{said}: they are not the target's"), None
     return Finding(check, HELD, said), largest
 

@@ -50,10 +50,16 @@ def settings_of(config: RunConfig) -> AuditConfig:
     return cast("AuditConfig", config.task)
 
 
+def _warm(config: RunConfig, explicit: frozenset[str]) -> RunConfig:
+    """Sample from the model itself, unless the user says otherwise."""
+    if {"sampling", "sampling.temperature"} & explicit:
+        return config
+    return replace(config, sampling=replace(config.sampling, temperature=1.0))
+
+
 def _fill_in(config: RunConfig, explicit: frozenset[str]) -> RunConfig:
     """Sample from the model itself, in texts of 48 tokens, unless the user says otherwise."""
-    if not {"sampling", "sampling.temperature"} & explicit:
-        config = replace(config, sampling=replace(config.sampling, temperature=1.0))
+    config = _warm(config, explicit)
     if "batch_size" not in explicit:
         config = replace(config, batch_size=16)
     return config if "max_new_tokens" in explicit else replace(config, max_new_tokens=48)
@@ -61,13 +67,9 @@ def _fill_in(config: RunConfig, explicit: frozenset[str]) -> RunConfig:
 
 def _problems(config: RunConfig, explicit: frozenset[str]) -> Iterator[str | NoEffect]:
     task = settings_of(config)
-    for name, value in (("url", task.url), ("baseline", task.baseline)):
-        if value is None and name == "baseline":
-            continue
-        parts = urlsplit(value or "")
-        if parts.scheme not in {"http", "https"} or not parts.hostname:
-            given = f"task.{name}={value} is" if value else "task=audit needs"
-            yield f"{given} {'no' if value else 'the'} address of a server: give one such as http://127.0.0.1:8000/v1"
+    yield from _problems_of_address("url", task.url, task="audit")
+    if task.baseline is not None:
+        yield from _problems_of_address("baseline", task.baseline, task="audit")
     if config.sampling.temperature == 0:
         yield "task=audit judges samples: give a temperature above 0; greedy texts are judged besides"
     if asked := constraint_asked(config.sampling):
@@ -79,6 +81,59 @@ def _problems(config: RunConfig, explicit: frozenset[str]) -> Iterator[str | NoE
     yield from (NoEffect(key, "on task=audit, whose texts are a server's") for key in _UNREAD if key in explicit)
 
 
+@dataclass(kw_only=True)
+class SwapsConfig(TaskConfig):
+    """Texts of two servers with OpenAI's interface, compared without weights."""
+
+    name: str = "swaps"
+    url: str | None = setting(None, "a server, as http://HOST:PORT/v1; /completions is asked.")
+    baseline: str | None = setting(None, "the other one, such as the same server without its draft.")
+    served_name: str | None = setting(None, "the model's name there; null takes the first of /models.")
+    texts: int = setting(2000, "texts of each server, of as many tokens as the test reads.")
+    requests: int = setting(8000, "the most requests, repeated ones included.")
+    minutes: float = setting(30.0, "the most time for requests.")
+    concurrency: int = setting(8, "requests at a time.")
+    default_prompts: list[str] = made(list, "prompts without prompt= or prompts=.")
+
+
+_OF_SWAPS = {"task", "sampling", "seed", "prompt", "prompts", "device", "quiet", "timeouts", "dry_run", "resume"}
+"""Groups and settings that it reads, and two that every task without models refuses."""
+
+
+def _problems_of_swaps(config: RunConfig, explicit: frozenset[str]) -> Iterator[str | NoEffect]:
+    task = cast("SwapsConfig", config.task)
+    for name, value in (("url", task.url), ("baseline", task.baseline)):
+        yield from _problems_of_address(name, value, task="swaps")
+    if config.sampling.temperature == 0:
+        yield "task=swaps compares samples: give a temperature above 0"
+    for key in sorted(explicit):
+        if key.partition(".")[0] not in _OF_SWAPS:
+            yield NoEffect(key, "on task=swaps, which reads no model and writes no run folder")
+
+
+def _problems_of_address(name: str, value: str | None, *, task: str) -> Iterator[str]:
+    parts = urlsplit(value or "")
+    if parts.scheme not in {"http", "https"} or not parts.hostname:
+        given = f"task.{name}={value} is no" if value else f"task={task} needs the"
+        yield f"{given} address of a server: give one such as {name}=http://127.0.0.1:8000/v1"
+
+
+_BOUNDS = (
+    ("requests", lambda n: n >= 1, "at least 1, for example 4000"),
+    ("minutes", lambda m: 0 < m < math.inf, "a positive number of minutes"),
+    ("concurrency", lambda n: 1 <= n <= 256, "between 1 and 256, for example 8"),  # noqa: PLR2004
+)
+SWAPS = TaskSpec(
+    config=SwapsConfig,
+    run="llama_ssp.rooms.evaluate.audit.swaps:compare",
+    needs_models=False,
+    why_no_plan="which reads no model",
+    paths=("url", "baseline"),
+    ranges=(("texts", lambda n: n >= 100, "at least 100, for example 2000"), *_BOUNDS),  # noqa: PLR2004
+    failure="two servers sample differently",
+    fill_in=_warm,
+    problems=_problems_of_swaps,
+)
 AUDIT = TaskSpec(
     config=AuditConfig,
     run="llama_ssp.rooms.evaluate.audit.task:audit",
@@ -86,9 +141,7 @@ AUDIT = TaskSpec(
     paths=("url", "baseline"),
     ranges=(
         ("tokens", lambda n: n >= 200, "at least 200, for example 20000"),  # noqa: PLR2004 - no verdict below
-        ("requests", lambda n: n >= 1, "at least 1, for example 4000"),
-        ("minutes", lambda m: 0 < m < math.inf, "a positive number of minutes"),
-        ("concurrency", lambda n: 1 <= n <= 256, "between 1 and 256, for example 8"),  # noqa: PLR2004
+        *_BOUNDS,
         ("context", lambda n: n >= 16, "at least 16, for example 4096"),  # noqa: PLR2004
         ("tolerance", lambda t: 0 <= t < 1, "a total variation, 0 or more and below 1, or null"),
     ),

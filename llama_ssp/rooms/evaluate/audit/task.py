@@ -4,6 +4,7 @@ Rank 0 asks; all ranks of the target read. The verdict is that of the worst chec
 could not be judged, or a law that held.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import groupby
@@ -31,7 +32,7 @@ from llama_ssp.rooms.evaluate.audit.checks import FAILED, HELD, UNKNOWN, Finding
 from llama_ssp.rooms.evaluate.audit.records import settings_of
 from llama_ssp.rooms.evaluate.audit.report import write_report
 from llama_ssp.rooms.evaluate.audit.texts import Answered, Scored
-from llama_ssp.rooms.evaluate.martingales import ANY_ROUNDS, CERTAIN, Role, Rounds, Sum, sums_of
+from llama_ssp.rooms.evaluate.martingales import ANY_ROUNDS, CERTAIN, Role, Rounds, Sum, roundings, sums_of
 from llama_ssp.rooms.evaluate.probabilities import SampledText, TextScore, score
 from llama_ssp.rooms.evaluate.suites.agreement import NEAR_TIES
 from llama_ssp.run.log_probs import score_completions
@@ -87,7 +88,8 @@ class _Judge:
     """Scores the texts of a server, the same on every rank, and judges them."""
 
     def __init__(self, session: Session, requests: Sequence[PromptRequest], found: Gathered) -> None:
-        self._requests = requests
+        self._requests, self._given = requests, settings_of(session.config).tolerance
+        self._shown: float | None = None
         self._session, self._found, self._config = session, found, session.config
         self._longest, self._scores = session.config.most_draft_tokens, dict[str, list[TextScore]]()
 
@@ -95,13 +97,11 @@ class _Judge:
         """The findings of all checks; raises ConfigError for a server that cannot be audited."""
         self._require_samples()
         of_log_probs, shown = self._log_probs()
-        given = settings_of(self._config).tolerance
-        variation = shown if given is None else given
-        if variation is not None:
-            variation /= min(self._config.sampling.temperature, 1.0)
+        variation = shown if self._given is None else self._given
+        self._shown = shown
         return [
-            self._law(variation), of_log_probs, self._greedy(variation), *self._processors(variation),
-            self._end(variation), self._stops(), self._seeds(), *self._swaps(),
+            self._law(), of_log_probs, self._greedy(variation), *self._processors(variation), self._end(),
+            self._stops(), self._seeds(), *self._swaps(),
         ]  # fmt: skip
 
     def contexts(self) -> list[checks.SeenContext]:
@@ -133,6 +133,7 @@ class _Judge:
             SampledText(
                 prompt_ids=prompt, token_ids=answer.ids,
                 roles=(Role.unused, *[Role.hidden] * (len(answer.ids) - 1)),
+                stated=tuple(scored.top for scored in answer.scored),
             )
             for prompt, answer in self._found.of(check)
             if answer.ids
@@ -146,14 +147,24 @@ class _Judge:
 
     def _score(self, check: str, sampling: SamplingConfig | None = None, *, sums: bool = True) -> list[TextScore]:
         texts = self._texts(check)
-        texts = texts if sums else [replace(text, roles=()) for text in texts]
+        texts = texts if sums else [replace(text, roles=(), stated=()) for text in texts]
         return score(self._session, texts, rounds=self._rounds(), sampling=sampling)
 
     def _sums(self, check: str, sampling: SamplingConfig | None = None) -> dict[str, Sum]:
         self._scores[check] = self._score(check, sampling)
         return sums_of([one.sums for one in self._scores[check] if one.sums])
 
-    def _law(self, variation: float | None) -> Finding:
+    def _rounding(self, texts: Sequence[SampledText], scores: Sequence[TextScore]) -> dict[str, float] | None:
+        """How far rounding may have moved the sums of texts, as given or as shown; None if neither."""
+        found = [one.sums for one in scores if one.sums]
+        both, most = zip(texts, scores, strict=True), self._shown if self._given is None else self._given
+        stated = [one.sums for text, one in both if one.sums and len(text.stated) == len(text.token_ids)]
+        if stated and self._given is None and most is not None:
+            return roundings(stated, len(found))
+        cooling = min(self._config.sampling.temperature, 1.0)
+        return None if most is None else checks.tolerated(sums_of(found), most / cooling)
+
+    def _law(self) -> Finding:
         of_law = self._found.of(LAW)
         hidden = sum(one.ids is None for _, one in of_law)
         if hidden > _MOST_AMBIGUOUS * len(of_law):
@@ -167,15 +178,17 @@ class _Judge:
         num_tokens = len(log_probs)
         if sentence := checks.other_model(log_probs, sum(one.expected for one in self._scores[LAW])):
             return Finding(LAW, UNKNOWN, sentence)
+        rounding = self._rounding(self._texts(LAW), self._scores[LAW])
         if others := self._texts(BASELINE):
             of_others = self._sums(BASELINE)
             factor = num_tokens / max(sum(len(text.token_ids) for text in others), 1)
-            sums, variation = checks.between(sums, of_others, factor=factor), 0.0
-        found = checks.judge_sums(LAW, sums, variation, least_p=checks.OF_LAW)
+            sums, rounding = checks.between(sums, of_others, factor=factor), {}
+        found = checks.judge_sums(LAW, sums, rounding, least_p=checks.OF_LAW)
         lacks = (
             "" if self._session.models.drafts else "; without draft= the scores that compare with a draft are missing"
         )
-        beside = "" if variation is None else f"; tolerance {variation:.2g}"
+        moved = [most / math.sqrt(max(sums[name].variance, 1.0)) for name, most in (rounding or {}).items()]
+        beside = f"; rounding moves a sum by {max(moved):.2g} standard errors at most" if moved else ""
         return found._replace(said=f"{num_tokens} tokens of {len(of_law)} texts: {found.said}{beside}{lacks}")
 
     def _known(self, check: str, num_top: int) -> list[tuple[Answered, list[TokenLogprob]]]:
@@ -215,23 +228,25 @@ class _Judge:
             found.append(checks.judge_processor(name, of_asked, without, num=len(asked), variation=variation or 0.0))
         return found
 
-    def _end(self, variation: float | None) -> Finding:
+    def _end(self) -> Finding:
         check = "end of the context"
         if not self._texts(END):
             return Finding(
                 check, UNKNOWN, self._found.refusal(END) or "the server does not say how long it is: task.context="
             )
-        found = checks.judge_sums(check, self._sums(END), variation, least_p=checks.OF_END / 2)
+        sums, texts = self._sums(END), self._texts(END)
+        found = checks.judge_sums(check, sums, self._rounding(texts, self._scores[END]), least_p=checks.OF_END / 2)
         if found.outcome != HELD:
             return found
         # A fault of the very last position is one in K + 1 tokens of the other sums.
-        texts = self._texts(END)
         longest = max(len(text.token_ids) for text in texts)
         last = (*[Role.unused] * (longest - 1), Role.hidden)
         whole = [replace(text, roles=last) for text in texts if len(text.token_ids) == longest > 1]
         scores = score(self._session, whole, rounds=self._rounds())
-        of_last = checks.judge_sums(check, sums_of([one.sums for one in scores if one.sums]), variation,
-                                    least_p=checks.OF_END / 2)  # fmt: skip
+        of_last = checks.judge_sums(
+            check, sums_of([one.sums for one in scores if one.sums]), self._rounding(whole, scores),
+            least_p=checks.OF_END / 2,
+        )  # fmt: skip
         return found if of_last.outcome != FAILED else of_last._replace(said=f"the last position: {of_last.said}")
 
     def _stops(self) -> Finding:

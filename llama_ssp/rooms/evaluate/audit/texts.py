@@ -41,6 +41,15 @@ class Answered(NamedTuple):
     num_prompt: int | None
 
 
+def ids_of(choice: Mapping[str, Any]) -> tuple[int, ...] | None:
+    """The ids that a server gives with a text."""
+    for name in ("token_ids", "tokens"):
+        ids = choice.get(name)
+        if isinstance(ids, list) and all(isinstance(one, int) for one in ids):
+            return tuple(ids)
+    return None
+
+
 class TextReader:
     """Reads the answers of servers whose model has this tokenizer."""
 
@@ -56,20 +65,13 @@ class TextReader:
         """Read the first choice of an answer; `ends` if only an end-of-sequence token stops it."""
         choice, usage = answer["choices"][0], answer.get("usage") or {}
         found = choice.get("logprobs") or {}
-        ids = self._given(choice)
+        ids = ids_of(choice)
         ids = self._named(found) if ids is None else ids
         finish, scored = str(choice.get("finish_reason")), self._scored(found, ids)
         if ends and ids is not None and finish == "stop" and self._eos_ids and not {*ids[-1:]} & {*self._eos_ids}:
             ids += tuple(self._eos_ids[:1])  # some servers leave the last token out
         text, num_prompt = str(choice.get("text") or ""), usage.get("prompt_tokens")
         return Answered(text=text, ids=ids, finish=finish, scored=scored, num_prompt=num_prompt)
-
-    def _given(self, choice: Mapping[str, Any]) -> tuple[int, ...] | None:
-        for name in ("token_ids", "tokens"):
-            ids = choice.get(name)
-            if isinstance(ids, list) and all(isinstance(one, int) for one in ids):
-                return tuple(ids)
-        return None
 
     def _named(self, found: Mapping[str, Any]) -> tuple[int, ...] | None:
         """The ids by the names of tokens; one that no id or several have hides all."""
