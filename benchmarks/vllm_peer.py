@@ -28,6 +28,12 @@ def command(model: str, *, num_rows: int, num_slots: int, **more: object) -> lis
     return [str(PYTHON), "-m", "benchmarks.vllm_peer", json.dumps(settings)]
 
 
+def server_environment(num_threads: int) -> dict[str, str]:
+    """Of its server on a CPU, whose engine is in a process of its own."""
+    own = {name: value for name, value in _ENVIRONMENT.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"}
+    return own | {"VLLM_CPU_OMP_THREADS_BIND": f"0-{num_threads - 1}"}
+
+
 def tokens_per_s(
     process: PeerProcess, prompts: Sequence[Sequence[int]], *, num_new_tokens: int, temperature: float
 ) -> float:

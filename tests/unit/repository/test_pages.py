@@ -37,7 +37,7 @@ TESTED = {
     r"\.venv/bin/(python launch/report\.py|llama-ssp report) outputs/\w+": "tests/rooms/reports/test_report.py",
     r"\.venv/bin/llama-ssp --version": "tests/unit/run/commands/test_program.py",
     r"\.venv/bin/python -m pip install -e '\.\[[a-z-]+\]' -c \.venv/constraints\.txt": "what the messages say",
-    r"(curl|lm-eval) .*": "tests/rooms/serve",
+    r"(curl|guidellm|lm-eval) .*": "tests/rooms/serve",
     r"\.venv/bin/python -m benchmarks\.\w+( --(store|write))?": "tests/unit/benchmarks",
     r"(\.venv/bin/llama-ssp run ranks=2 --script|torchrun --nproc-per-node 2|srun --ntasks 2 python) study\.py": (
         "tests/distributed/test_python.py"
