@@ -61,9 +61,13 @@ class TapsSender:
         self._offsets: dict[int, Tensor] = {}
 
     def send_prompts(self, prompts: Prompts, rows: Sequence[int], *, comm: Comm) -> None:
-        """Send the taps of prompts, which become these rows, from the first token that the head reads."""
+        """Send the taps of prompts, which become these rows, from the first token that the head reads.
+
+        Of a prompt whose whole chunks are held, a head may read the last of these again.
+        """
         device, rows_R = prompts.tokens_RS.device, to_device(rows, prompts.tokens_RS.device)
-        for start in range(max(min(prompts.starts) - 1, 0), prompts.longest, PREFILL_CHUNK):
+        first = min(start - (1 if start % PREFILL_CHUNK else PREFILL_CHUNK) for start in prompts.starts)
+        for start in range(max(first, 0), prompts.longest, PREFILL_CHUNK):
             positions_T = torch.arange(start, min(start + PREFILL_CHUNK, prompts.longest), device=device)
             self._taps.share(positions_T.expand(len(rows), -1), rows_R, comm=comm, src=self._src)
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from llama_ssp import catalogue
 from llama_ssp.models.cache import Taps
 from llama_ssp.models.loading import load_model
+from llama_ssp.models.prefill import Held, Prompts
 from llama_ssp.models.runner import NullRunner
 from llama_ssp.models.weights import Loading
 from llama_ssp.ranks.comms import Comm
@@ -143,3 +144,24 @@ def test_a_rank_with_the_head_alone_gets_the_taps_of_what_is_new(
     num_shared = sum(shared)
     assert found == on_ranks(thread_comms(2), partial(one_rank, reuses=False))
     assert num_shared <= sum(len(turn) + 6 + 1 for turn in TURNS[:3]) < sum(shared) - num_shared
+
+
+@pytest.mark.parametrize(("starts", "lengths", "first"), [((8, 11), (14, 11), 0), ((16,), (19,), 8), ((5,), (9,), 4)])
+def test_a_rank_with_the_head_alone_gets_the_taps_of_a_chunk_that_it_reads_again(
+    starts: tuple[int, ...], lengths: tuple[int, ...], first: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A head that reads chunk by chunk begins in the last chunk that is held, perhaps in another row."""
+    monkeypatch.setattr("llama_ssp.speculate.drafters.shared.PREFILL_CHUNK", 8)
+    tokens_RS = torch.zeros(len(starts), max(lengths), dtype=torch.int64)
+    held = [Held(start, row) for row, start in enumerate(starts)]
+    prompts = Prompts(tokens_RS, torch.tensor(lengths), lengths, max(lengths), held)
+
+    def one_rank(comm: Any) -> Tensor:  # noqa: ANN401
+        taps = Taps([0], width=1, dtype=torch.float32, device=torch.device("cpu"))
+        taps.allocate(batch_size=len(starts), num_slots=32)
+        taps.in_rows().fill_(comm.rank == 0)
+        TapsSender(taps, 0, most_accepted=3).send_prompts(prompts, range(len(starts)), comm=comm)
+        return taps.in_rows()[0, :, 0]
+
+    _, found_S = on_ranks(thread_comms(2), one_rank)
+    assert found_S.nonzero().flatten().tolist() == [*range(first, max(lengths))]
