@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from scipy.stats import chisquare
 from torch import Tensor
 
+from llama_ssp.architectures.engine import PREFILL_CHUNK
 from llama_ssp.architectures.family import inventory
 from llama_ssp.architectures.reading import check_readable, read_config
 from llama_ssp.errors import CheckpointError, ConfigError
@@ -260,6 +261,30 @@ def test_other_families_are_one_sentence(tmp_path: Path) -> None:
         mtp_of(inspect(tmp_path))
     assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "ernie4_5"
     assert "is a ernie4_5 model" in refusal(lambda: check_readable(tmp_path, "none", of=OF_TARGET))
+
+
+@pytest.mark.heavy
+def test_modules_draft_the_same_behind_a_beginning_that_is_not_read_again(tmp_path: Path) -> None:
+    """Rows that get their prompts sooner share other rounds, so that a last round may draft more than a text takes."""
+    save_with_mtp(tmp_path, "glm4_moe", vocab_size=FEW_TOKENS, num_modules=3, max_position_embeddings=1024)
+    target, head, origin = loaded(tmp_path)
+    header = tuple((number * number // 3) % FEW_TOKENS for number in range(PREFILL_CHUNK + 40))
+    prompts = [header, (*header, 5, 6), (7, 2), (*header, 5, 1)]
+
+    def drafts(*, reuses: bool) -> tuple[list[tuple[Any, Any]], dict[tuple[int, ...], Tensor], int]:
+        seen = Seen()
+        how: dict[str, Any] = {"batch_size": 2, "reuses": reuses, "seen": seen, "width": WIDTH, "prompts": prompts}
+        done = head_drafts.decode(target, head.make_drafter, head, origin.layers, **how)
+        laws = {tuple(text): law for text, _, law in seen}
+        return [(each.token_ids, each.accepted_lengths) for each in done], laws, sum(d.num_reused_tokens for d in done)
+
+    (texts, found, number), (wanted_texts, wanted, none) = drafts(reuses=True), drafts(reuses=False)
+    assert number >= PREFILL_CHUNK > none == 0
+    assert texts == wanted_texts
+    both = found.keys() & wanted.keys()
+    assert len(both) > sum(len(accepted) for _, accepted in texts) // 2
+    for text in both:
+        torch.testing.assert_close(found[text], wanted[text], atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.heavy
