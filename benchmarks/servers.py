@@ -3,7 +3,7 @@
     .venv/bin/python -m benchmarks.servers [--gguf FILE] [--write]
 
 Clients send the same bodies by HTTP to all of them. vLLM takes part where `benchmarks.vllm_peer` finds its
-interpreter, and llama.cpp where `benchmarks.llama_peer` does and FILE is the target, written by
+interpreter, and llama.cpp where `benchmarks.llama_server` does and FILE is the target, written by
 `benchmarks.llama_cpp` with its vocabulary. Every server has rows for the most clients; llama-ssp, whose rounds compute
 all of its rows, also has servers with as many rows as clients.
 """
@@ -26,7 +26,7 @@ from urllib.request import urlopen
 import torch
 import transformers
 
-from benchmarks import llama_peer, vllm_peer
+from benchmarks import llama_server, vllm_peer
 from benchmarks.acceptance import kinds_of_text
 from benchmarks.load import PLAIN, asked, server
 from benchmarks.measured import ROOT, markdown, page_of, show
@@ -113,12 +113,13 @@ def main() -> None:
             for rows in CLIENTS
         }
         others: dict[str, Candidate] = {}
-        if llama_peer.PYTHON and given.gguf:
+        if llama_server.PYTHON and given.gguf:
             port = free_port()
-            numbers = map(str, (port, most, SLOTS, threads))
-            command = [llama_peer.PYTHON, "-m", "benchmarks.llama_peer", str(given.gguf.resolve()), *numbers]
+            how = {"port": port, "rows": most, "slots": SLOTS, "threads": threads, "cache": "f16"}
+            words = [word for name, value in how.items() for word in (f"--{name}", str(value))]
+            command = [llama_server.PYTHON, "-m", "benchmarks.llama_server", str(given.gguf.resolve()), *words]
             others["llama.cpp"] = stack.enter_context(started(*command, port=port)), {"cache_prompt": False}
-            versions.append(f"llama.cpp of xllamacpp {version_in(llama_peer.PYTHON, 'xllamacpp')}")
+            versions.append(f"llama.cpp of xllamacpp {version_in(llama_server.PYTHON, 'xllamacpp')}")
         if vllm_peer.PYTHON:
             port = free_port()
             command = [
