@@ -155,7 +155,13 @@ def _values(config: RunConfig) -> Iterator[str]:
 def _of_draft(config: RunConfig) -> Sequence[str | NoEffect]:
     """Problems of a run by the record of its draft, if the tokens of its rounds can be counted."""
     record = drafters.DRAFTERS.find(config.draft.kind)
-    return [*record.problems(config)] if record and not [*_shapes_of_rounds(config)] else []
+    return [*record.problems(config)] if record and _are_counted(config) else []
+
+
+def _are_counted(config: RunConfig) -> bool:
+    """Whether the tokens of a round can be counted; what is wrong has a sentence of its own if not."""
+    number = config.speculation.num_draft_tokens
+    return (number == schema.ADAPTIVE or number in _NUM_DRAFTED) and not [*_shapes_of_rounds(config)]
 
 
 def _ranges(config: RunConfig) -> Iterator[str]:
@@ -245,8 +251,8 @@ def _draft(config: RunConfig) -> Iterator[str]:
 
 
 def _of_abilities(config: RunConfig) -> Sequence[str | NoEffect]:
-    is_counted = not [*_shapes_of_rounds(config)]  # as for `_of_draft`
-    return [found for ability in MORE.all().values() for found in ability.problems(config)] if is_counted else []
+    abilities = MORE.all().values() if _are_counted(config) else ()
+    return [found for ability in abilities for found in ability.problems(config)]
 
 
 def _pair(config: RunConfig) -> Iterator[str]:

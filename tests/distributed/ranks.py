@@ -155,7 +155,7 @@ class Cell:
         With overlap a sampled text depends on which tokens were drafted in vain: then the same models elsewhere.
         """
         if self.overlaps and self.rule == "speculative" and self.temperature:
-            return replace(self, target=(0,), draft=(1,), batch_size=5)
+            return replace(self, target=(0,), draft=(1,), batch_size=5, stages=1)
         return replace(
             self, target=(0,), draft=self.draft and (0,), kind=DraftLayout.one_rank, target_kind="tensor",
             batch_size=4, adapts=False, overlaps=False, updates=False, stages=1,
