@@ -204,6 +204,8 @@ def _shapes_of_rounds(config: RunConfig) -> Iterator[str]:
 def _stages(config: RunConfig) -> Iterator[str]:
     """Yield why the layers of the target cannot be divided into stages."""
     target, shape = config.placement.target, config.model.shape
+    if target.stages == 1 and target.layers is None:
+        return
     stages, layers = said("placement.target.stages", target.stages), said("placement.target.layers", target.layers)
     num_layers = shape.num_hidden_layers if shape else None
     if num_layers and target.stages > num_layers:
