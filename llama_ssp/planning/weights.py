@@ -119,9 +119,8 @@ def model_bytes(held: Inventory, model: PlannedModel, *, device: str) -> WeightB
     for matrix, value_bytes, stored in tables:
         table_bytes[matrix.cut is None] += stored + (value_bytes * matrix.num_rows if matrix.has_bias else 0)
     temporary = _temporary_bytes([*products.values()], storage, is_half=matrix_size != size)
-    if (
-        matrix_size != size and held.scores and tables
-    ):  # the head, which library modules load last, and the lean decoder first
+    # The head, which library modules load last, and the lean decoder first.
+    if matrix_size != size and held.scores and tables:
         without = held.num_layers * (sharded + repeated) if model.is_lean else 0
         read = size * held.output.num_elements if held.head else 0
         temporary = max(temporary, read + tables[-1][2] - without)

@@ -1,17 +1,39 @@
 """Counts sampled texts for a test against the law that their model's definition gives."""
 
 from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
 
 from llama_ssp.settings.schema import SamplingConfig
 from llama_ssp.speculate.sampling.processors import processor
-from tests.helpers.prefix_runner import PrefixRunner
 
 _FEWEST = 8
 """Expected texts of a cell, at least."""
 
 
+class HasLogits(Protocol):
+    """A model that a law is read from."""
+
+    def logits(self, ids: list[int]) -> Tensor:
+        """The logits (V,) after a text."""
+
+
+class LibraryLogits:
+    """A model of the library as `counted` reads it."""
+
+    def __init__(self, library: Any) -> None:  # noqa: ANN401
+        self._library = library
+
+    def logits(self, ids: list[int]) -> Tensor:
+        """The logits (V,) after a text."""
+        with torch.inference_mode():
+            return self._library(torch.tensor([ids])).logits[0, -1]  # type: ignore[no-any-return]
+
+
 def counted(
-    target: PrefixRunner, prompt: tuple[int, ...], texts: Sequence[tuple[int, ...]], *, sampling: SamplingConfig
+    target: HasLogits, prompt: tuple[int, ...], texts: Sequence[tuple[int, ...]], *, sampling: SamplingConfig
 ) -> tuple[list[float], list[float]]:
     """How often each text occurs, and is expected to; rare texts are counted together."""
     process = processor(sampling)

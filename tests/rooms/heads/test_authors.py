@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from scipy.stats import chisquare
-from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from llama_ssp.models.loading import load_model
@@ -22,7 +21,7 @@ from tests.helpers.head_drafts import NUM_DRAFTED, Seen
 from tests.helpers.lanes import heavy, slow
 from tests.helpers.models import build_checkpoint
 from tests.helpers.one_pass_heads import DIM, LAYERS, VOCABULARY, WIDTH
-from tests.helpers.text_laws import counted
+from tests.helpers.text_laws import LibraryLogits, counted
 from tests.rooms.heads.authors import (
     NEEDED,
     SELECTING,
@@ -162,17 +161,6 @@ def test_greedy_text_and_the_tokens_of_each_round_are_those_of_the_authors_loop(
         assert sum(rounds) > 2.5 * len(rounds)
 
 
-class _Model:
-    """A model of the library as `counted` reads it."""
-
-    def __init__(self, library: Any) -> None:  # noqa: ANN401
-        self._library = library
-
-    def logits(self, ids: list[int]) -> Tensor:
-        with torch.inference_mode():
-            return self._library(torch.tensor([ids])).logits[0, -1]  # type: ignore[no-any-return]
-
-
 @pytest.mark.parametrize("rule_name", ["block", heavy("speculative")])
 def test_sampled_texts_have_the_target_s_law_with_a_head_that_is_mostly_accepted(
     rule_name: str, tmp_path: Path
@@ -184,7 +172,7 @@ def test_sampled_texts_have_the_target_s_law_with_a_head_that_is_mostly_accepted
     done = decode(tmp_path, batch_size=250, num_new=4, prompts=[prompt], **how)
     accepted = [number for each in done for number in each.accepted_lengths]
     assert sum(accepted) > 0.5 * sum(sum(each.draft_lengths) for each in done)
-    target: Any = _Model(library)
+    target = LibraryLogits(library)
     for length in (2, 3, 4):
         texts = [tuple(each.token_ids[:length]) for each in done]
         counts, expected = counted(target, prompt, texts, sampling=sampling)

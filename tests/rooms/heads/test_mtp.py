@@ -43,7 +43,7 @@ from tests.helpers.models import build_checkpoint, refusal
 from tests.helpers.mtp_layers import MTP_LAYOUTS, UNCHAINED, WithStates, save_with_mtp
 from tests.helpers.packed_checkpoints import pack_checkpoint
 from tests.helpers.recorded import WatchedGraphs
-from tests.helpers.text_laws import counted
+from tests.helpers.text_laws import LibraryLogits, counted
 
 CPU, WIDTH = torch.device("cpu"), 64
 FEW_TOKENS = 8
@@ -333,17 +333,6 @@ def accept_mostly(folder: Path, family: str) -> None:
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-class _Model:
-    """A model of the library as `counted` reads it."""
-
-    def __init__(self, library: Any) -> None:  # noqa: ANN401
-        self._library = library
-
-    def logits(self, ids: list[int]) -> Tensor:
-        with torch.inference_mode():
-            return self._library(torch.tensor([ids])).logits[0, -1]  # type: ignore[no-any-return]
-
-
 @pytest.mark.parametrize(
     ("family", "rule_name"),
     [heavy("glm4_moe", "block"), heavy(UNCHAINED, "speculative"), slow("glm4_moe", "speculative")],
@@ -362,7 +351,7 @@ def test_sampled_texts_have_the_target_s_law_with_modules_that_are_mostly_accept
     done = decode(target, head, origin, batch_size=250, num_new=4, **how)
     accepted = [number for each in done for number in each.accepted_lengths]
     assert sum(accepted) > 0.5 * sum(sum(each.draft_lengths) for each in done)
-    library: Any = _Model(AutoModelForCausalLM.from_pretrained(tmp_path, dtype="float32"))
+    library = LibraryLogits(AutoModelForCausalLM.from_pretrained(tmp_path, dtype="float32"))
     for length in (2, 3, 4):
         texts = [tuple(each.token_ids[:length]) for each in done]
         counts, expected = counted(library, prompt, texts, sampling=sampling)
