@@ -294,7 +294,7 @@ class RunConfig:
     batch_size: int = setting(1, "sequences decoded together; the draws do not depend on it.")
     spare_rows: int = setting(
         0,
-        "rows of the target's cache that keep texts which have ended, so that prompts that begin alike are read once.",
+        "rows that keep texts which have ended: prompts that begin alike are read once.",
     )
     num_samples: int = setting(1, "completions per prompt.")
     seed: int = setting(

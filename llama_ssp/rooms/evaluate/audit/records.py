@@ -130,7 +130,7 @@ SWAPS = TaskSpec(
     why_no_plan="which reads no model",
     paths=("url", "baseline"),
     ranges=(("texts", lambda n: n >= 100, "at least 100, for example 2000"), *_BOUNDS),  # noqa: PLR2004
-    failure="two servers sample differently",
+    failure="two servers differ",
     fill_in=_warm,
     problems=_problems_of_swaps,
 )
