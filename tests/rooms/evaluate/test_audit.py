@@ -166,6 +166,7 @@ def test_rounding_is_no_fault(
             assert re.search(r"rounding moves a sum by 0\.\d+ standard", (folder / "audit.md").read_text())
 
 
+@pytest.mark.heavy
 def test_a_lost_connection_loses_and_repeats_nothing(server: Server, audit: Audit, tmp_path: Path) -> None:
     with proxy(server, loses=0.1) as (url, asked):
         audit(url, tmp_path).well()

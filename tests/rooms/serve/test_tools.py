@@ -148,7 +148,7 @@ def test_a_call_that_is_cut_is_text_and_those_before_it_are_calls(served: Pair, 
 
 
 @pytest.mark.usefixtures("form")
-@pytest.mark.parametrize("choice", first(["required", "named", "single"], num=2))
+@pytest.mark.parametrize("choice", first(["required", "named", "single"]))
 @pytest.mark.parametrize("temperature", first([0, 1]))
 def test_the_openai_package_gets_the_calls_that_it_asks_for(server: Server, choice: str, temperature: float) -> None:
     import openai  # all workers would, and it takes a second
