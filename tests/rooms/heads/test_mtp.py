@@ -105,7 +105,8 @@ def test_logits_are_those_of_the_public_definition(family: str, tmp_path: Path) 
     [
         ("qwen2", "2x2x1", 1), heavy("qwen3_next", None, 1), slow("qwen2", None, 1), slow("glm4_moe", "2x2x1", 1),
         ("glm4_moe", None, 3), heavy("mimo_v2_flash", None, 3), heavy("deepseek_v3", None, 2),
-        heavy("ernie4_5_moe", None, 1), heavy("deepseek_v3", "2x2x1", 2),
+        heavy("ernie4_5_moe", None, 1), heavy("deepseek_v3", "2x2x1", 2), heavy("exaone_moe", None, 1),
+        heavy("ernie4_5_moe", "2x2x1", 1), heavy("exaone_moe", "2x2x1", 1),
     ],
 )  # fmt: skip
 def test_every_step_of_every_round_has_the_distribution_of_the_reference(
@@ -187,17 +188,24 @@ def test_two_ranks_compute_what_one_does_with_the_target_s_tables(
 ) -> None:
     save_with_mtp(tmp_path, family, num_modules=num_modules)
     _, whole, origin = loaded(tmp_path)
-    comms = thread_comms(2)
+    found = extended_on_two_ranks(origin, num_modules)
+    torch.testing.assert_close(found, extended(whole, num_modules), atol=1e-5, rtol=1e-5)
 
-    def extended(head: Any) -> Tensor:  # noqa: ANN401
-        head.allocate(batch_size=1, capacity=64)
-        with torch.inference_mode():
-            hidden_BTE = torch.linspace(-1, 1, 8 * WIDTH).view(1, 8, WIDTH)
-            last = {"module": num_modules - 1} if num_modules > 1 else {}
-            return head.extend(IDS_BT[:, 1:], hidden_BTE, torch.arange(8)[None], bucket=64, **last)[1]  # type: ignore[no-any-return]
 
-    parts: dict[str, Any] = {"dtype": torch.float32, "device": CPU}
-    if family == "qwen2":
+def extended(head: Any, num_modules: int, *, width: int = WIDTH) -> Tensor:  # noqa: ANN401
+    """Logits (1, T, V) of the last module for pairs of made hidden states."""
+    head.allocate(batch_size=1, capacity=64)
+    with torch.inference_mode():
+        hidden_BTE = torch.linspace(-1, 1, 8 * width).view(1, 8, width)
+        last = {"module": num_modules - 1} if num_modules > 1 else {}
+        return head.extend(IDS_BT[:, 1:], hidden_BTE, torch.arange(8)[None], bucket=64, **last)[1]  # type: ignore[no-any-return]
+
+
+def extended_on_two_ranks(origin: MtpSource, num_modules: int, **parts: Any) -> Tensor:
+    """The same of slices on two ranks, which both have the result."""
+    comms, width = thread_comms(2), origin.shape.hidden_size
+    parts |= {"dtype": torch.float32, "device": CPU}
+    if origin.config.model_type == "qwen2":
         heads: list[Any] = [load_model(Loading(origin, comm=comm, **parts)) for comm in comms]
     else:
         modules = [load_modules(Loading(origin.target, comm=comm, **parts)) for comm in comms]
@@ -205,9 +213,9 @@ def test_two_ranks_compute_what_one_does_with_the_target_s_tables(
         own = [load_modules(Loading(origin, comm=comm, **parts), tables=targets[comm.rank].tables) for comm in comms]
         heads = on_ranks(comms, lambda comm: MtpRunner(own[comm.rank], comm=comm))
         assert heads[1].tables[0] is targets[1].tables[0]
-    found = on_ranks(comms, lambda comm: extended(heads[comm.rank]))
+    found = on_ranks(comms, lambda comm: extended(heads[comm.rank], num_modules, width=width))
     assert found[0].equal(found[1])
-    torch.testing.assert_close(found[0], extended(whole), atol=1e-5, rtol=1e-5)
+    return found[0]
 
 
 @pytest.mark.parametrize(
@@ -317,34 +325,38 @@ def test_modules_draft_what_those_of_transformers_do(tmp_path: Path) -> None:
     assert number > 24
 
 
-def accept_mostly(folder: Path, family: str) -> None:
+def accept_mostly(folder: Path) -> None:
     """Let a target follow its newest token almost alone, and its modules the token that they read."""
     tensors = load_file(folder / "model.safetensors")
     for name, tensor in tensors.items():
         if name.endswith(("o_proj.weight", "down_proj.weight")):
             tensor.mul_(0.02)
-        if name.endswith("eh_proj.weight"):
+        if name.endswith(("eh_proj.weight", "mtp.fc.weight", "mtp_linear_proj.0.weight")):
             tensor.copy_(torch.cat([torch.eye(WIDTH), 0.1 * tensor[:, WIDTH:]], dim=1))
-        if name.endswith((".enorm.weight", "final_layernorm.weight", "shared_head.norm.weight")):
-            tensor.copy_(torch.ones(WIDTH) if "enorm" in name else tensors["model.norm.weight"])
+        if name.endswith((".enorm.weight", "norm_embedding.weight", "emb_norm.0.weight")):
+            tensor.copy_(torch.ones(WIDTH))
+        if name.endswith(("final_layernorm.weight", "shared_head.norm.weight", "mtp.norm.weight")):
+            tensor.copy_(tensors["model.norm.weight"])
     tensors["model.embed_tokens.weight"] *= 10
     tensors["lm_head.weight"] *= 3
-    assert family in {"glm4_moe", UNCHAINED}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 @pytest.mark.parametrize(
-    ("family", "rule_name"),
-    [heavy("glm4_moe", "block"), heavy(UNCHAINED, "speculative"), slow("glm4_moe", "speculative")],
-)
+    ("family", "rule_name", "num_modules"),
+    [
+        heavy("glm4_moe", "block", 3), heavy(UNCHAINED, "speculative", 3), slow("glm4_moe", "speculative", 3),
+        heavy("ernie4_5_moe", "speculative", 1), heavy("exaone_moe", "block", 1),
+    ],
+)  # fmt: skip
 def test_sampled_texts_have_the_target_s_law_with_modules_that_are_mostly_accepted(
-    family: str, rule_name: str, tmp_path: Path
+    family: str, rule_name: str, num_modules: int, tmp_path: Path
 ) -> None:
     """A false alarm has a chance of 1 in 10 000."""
     from transformers import AutoModelForCausalLM
 
-    save_with_mtp(tmp_path, family, num_modules=3, vocab_size=32)
-    accept_mostly(tmp_path, family)
+    save_with_mtp(tmp_path, family, num_modules=num_modules, vocab_size=32, tie_word_embeddings=False)
+    accept_mostly(tmp_path)
     target, head, origin = loaded(tmp_path)
     sampling, prompt = SamplingConfig(temperature=1.0, top_k=3), PROMPTS[0]
     how: dict[str, Any] = {"sampling": sampling, "rule_name": rule_name, "num_samples": 2000}
@@ -358,7 +370,9 @@ def test_sampled_texts_have_the_target_s_law_with_modules_that_are_mostly_accept
         assert chisquare(counts, expected).pvalue > 1e-4 / 3
 
 
-@pytest.mark.parametrize(("family", "num_modules"), [heavy("glm4_moe", 2), heavy("mimo_v2_flash", 3)])
+@pytest.mark.parametrize(
+    ("family", "num_modules"), [heavy("glm4_moe", 2), heavy("mimo_v2_flash", 3), heavy("exaone_moe", 1)]
+)
 @of_all_formats
 def test_modules_of_fp8_checkpoints_run_as_they_are_stored(family: str, num_modules: int, tmp_path: Path) -> None:
     """The product of both inputs is stored in 16 or 32 bits, as published files have it."""
@@ -376,18 +390,13 @@ def test_modules_of_fp8_checkpoints_run_as_they_are_stored(family: str, num_modu
         packed[name] = numbers[name]
     save_file(packed, tmp_path / "packed" / "model.safetensors", metadata={"format": "pt"})
 
-    def extended(folder: Path) -> Tensor:
-        origin = mtp_of(inspect(folder))
-        storage = storage_of(origin)
-        check_model(origin, num_ranks=1, quantization=storage or "none")
-        precision = Precision(quantization=storage or "none", is_stored=storage is not None)
-        head: Any = load_model(Loading(origin, dtype=torch.float32, device=CPU, precision=precision))
-        head.allocate(batch_size=1, capacity=64)
-        with torch.inference_mode():
-            hidden_BTE = torch.linspace(-1, 1, 8 * 256).view(1, 8, 256)
-            last = {"module": num_modules - 1}
-            return head.extend(IDS_BT[:, 1:], hidden_BTE, torch.arange(8)[None], bucket=64, **last)[1]  # type: ignore[no-any-return]
-
-    wanted, found = map(extended, (tmp_path / "numbers", tmp_path / "packed"))
-    assert storage_of(mtp_of(inspect(tmp_path / "packed"))) is not None
-    assert (found - wanted).abs().max() < 1e-3 * wanted.abs().max()
+    origin = mtp_of(inspect(tmp_path / "packed"))
+    storage = storage_of(origin)
+    assert storage
+    check_model(origin, num_ranks=2, quantization=storage)
+    precision = Precision(quantization=storage, is_stored=True)
+    parts = {"num_modules": num_modules, "width": 256}
+    wanted = extended(load_model(Loading(mtp_of(inspect(tmp_path / "numbers")), dtype=torch.float32)), **parts)
+    one_rank = extended(load_model(Loading(origin, dtype=torch.float32, precision=precision)), **parts)
+    for found in (one_rank, extended_on_two_ranks(origin, num_modules, precision=precision)):
+        assert (found - wanted).abs().max() < 1e-3 * wanted.abs().max()
