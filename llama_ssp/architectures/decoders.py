@@ -132,6 +132,7 @@ GPT_NEO = Family(
     windows=_windows_of_neo,
     num_masks=4,
     attention="eager",
+    num_layer_outputs=2,
     tp_plan=_NEO_PLAN,  # the library has none
     check_files="llama_ssp.models.huggingface.families:check_gpt_neo",
     adapt="llama_ssp.models.huggingface.families:adapt_gpt_neo",

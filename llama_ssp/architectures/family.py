@@ -70,6 +70,8 @@ class Family:
     recurrent: tuple[str, ...] = ()
     gates_experts: bool = True  # as storage formats need: no kernel has others.
     gates_queries: bool = False  # the matrix of queries also makes a gate of each head, after it.
+    has_stages: bool = True  # a layer reads of earlier ones only the hidden states of the one before it.
+    num_layer_outputs: int = 0  # values of the tuple that the library's layers return; 0 for hidden states alone.
     keeps_attention: bool = False  # every rank computes attention: its norms need the outputs of all heads.
     # tensor-parallel plan, style by module, beside the library's.
     tp_plan: Mapping[str, str] = field(default_factory=dict)

@@ -78,7 +78,9 @@ def _parameters_of_4(shape: ModelShape) -> Inventory:
     )  # fmt: skip
 
 
-GEMMA3N = unwritten("gemma3n_text", cuts_own_embedding=True)
+GEMMA3N = unwritten("gemma3n_text", cuts_own_embedding=True, has_stages=False)
 VAULTGEMMA = unwritten("vaultgemma", cuts_own_embedding=True)
-GEMMA4_UNIFIED = unwritten("gemma4_unified_text", cuts_own_embedding=True)
-GEMMA4 = replace(GEMMA3, model_type="gemma4_text", parameters=_parameters_of_4, sizes=_sizes_of_4)
+GEMMA4_UNIFIED = unwritten("gemma4_unified_text", cuts_own_embedding=True, has_stages=False)
+GEMMA4 = replace(  # some layers read the keys of earlier ones, and all of them an embedding of their own
+    GEMMA3, model_type="gemma4_text", parameters=_parameters_of_4, sizes=_sizes_of_4, has_stages=False
+)

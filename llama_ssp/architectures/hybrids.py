@@ -33,9 +33,11 @@ OLMO_HYBRID = _linear("olmo_hybrid", tp_plan=_DELTA, keeps_attention=True, modul
 _convolved = partial(unwritten, adapt=_MIXERS, recurrent=("conv",), tp_plan=_plan(), modules=layers.convolved)
 LFM2, LFM2_MOE = _convolved("lfm2"), _convolved("lfm2_moe")
 
-BAMBA = _linear("bamba", tp_plan=_plan(), modules=layers.mamba)
+BAMBA = _linear("bamba", tp_plan=_plan(), modules=layers.mamba, num_layer_outputs=2)
 GRANITE_HYBRID = _linear("granitemoehybrid", tp_plan=_plan("shared_mlp"), modules=layers.mamba)
-FALCON_H1 = unwritten("falcon_h1", adapt=_MIXERS, recurrent=("hybrid",), tp_plan=_plan(), modules=layers.mamba)
+FALCON_H1 = unwritten(
+    "falcon_h1", adapt=_MIXERS, recurrent=("hybrid",), tp_plan=_plan(), modules=layers.mamba, num_layer_outputs=1
+)
 NEMOTRON_H = unwritten(
     "nemotron_h", adapt=_MIXERS, recurrent=(*_LINEAR, "mlp", "moe"), gates_experts=False,
     tp_plan=_plan("mixer") | {"model.layers.*.mixer.out_proj": "replicated"}, modules=layers.nemotron,

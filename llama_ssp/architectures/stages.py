@@ -21,10 +21,10 @@ def stage_layers(shape: ModelShape, num_stages: int, given: Sequence[int] | None
     Of equally fast ways, the one whose fullest stage has the fewest parameters.
 
     Raises:
-        PlacementError: there are more stages than layers, or the model runs on modules of the library.
+        PlacementError: there are more stages than layers, or layers read more than the hidden states before them.
     """
     num_layers = shape.num_hidden_layers
-    if num_stages > 1 and not record_of(shape.model_type).is_llama_kind:
+    if num_stages > 1 and not record_of(shape.model_type).has_stages:
         raise PlacementError(no_stages(shape.model_type))
     if num_stages > num_layers:
         raise PlacementError(f"{num_layers} layers cannot be shared by {num_stages} stages: use at most {num_layers}")
@@ -33,10 +33,10 @@ def stage_layers(shape: ModelShape, num_stages: int, given: Sequence[int] | None
 
 
 def no_stages(model_type: str) -> str:
-    """The sentence for a model whose layers run on modules of the library."""
+    """The sentence for a model whose layers read more than the hidden states of the layer before."""
     return (
-        f"placement.target.stages needs a model whose layers are like Llama's, and this is a {model_type} model: leave "
-        "it out, and all ranks share every layer"
+        "placement.target.stages needs layers that read of earlier ones only the hidden states of the one before, and "
+        f"those of {model_type} models read more: leave it out, and all ranks share every layer"
     )
 
 

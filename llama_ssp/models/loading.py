@@ -15,8 +15,8 @@ from transformers import PretrainedConfig
 from llama_ssp import operators
 from llama_ssp.architectures.family import kept_whole, record_of
 from llama_ssp.architectures.matrices import RankShard, WholeParts, check_inputs, split_model
-from llama_ssp.architectures.stages import no_stages, stage_layers
-from llama_ssp.errors import CheckpointError, ConfigError, PlacementError
+from llama_ssp.architectures.stages import stage_layers
+from llama_ssp.errors import CheckpointError, ConfigError
 from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.models.llama.table import match_lean
 from llama_ssp.models.runner import Runner
@@ -80,8 +80,6 @@ def check_model(
     whole, model = kept_whole(origin.shape, whole), None
     ignored: Collection[str] = ()
     shards = split_model(origin.shape, num_ranks=num_ranks, quantization=quantization, whole=whole)
-    if num_stages > 1 and not is_llama_kind(origin.config):
-        raise PlacementError(no_stages(origin.config.model_type))
     stage_layers(origin.shape, num_stages)
     if is_llama_kind(origin.config):
         matched = match_lean(origin, whole)

@@ -235,7 +235,7 @@ class PlanSpec:
         target, draft = self.target, self.draft
         if draft is None or not draft.shape.shares_embedding or self.target_ranks != self.draft_ranks:
             return 0
-        if self.backend.by_library or target.dtype is not draft.dtype:
+        if self.backend.by_library or target.dtype is not draft.dtype or self.num_stages > 1:
             return 0
         if target.is_lean:
             return int(len(self.target_ranks) == 1)

@@ -46,6 +46,10 @@ class ModelStage:
         """Whether it has the output."""
         return self.number == self.num_stages - 1
 
+    def has_input(self, number: int) -> bool:
+        """Whether it has the input of this layer, or in the last stage of what follows the last layer."""
+        return self.layers.start <= number and (self.is_last or number < self.layers.stop)
+
     def receive(self, num_tokens: int, width: int, *, comm: Comm, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return the numbers (M, X) of the stage before, of `width`, gathered over the ranks `comm` of this one."""
         assert self.before, "the first stage embeds tokens"

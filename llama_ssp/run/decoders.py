@@ -169,7 +169,7 @@ def with_draft(
             from llama_ssp.models.loading import load_model  # noqa: PLC0415 - slow import, see above
 
             layout, by_library = mesh.layout, backend_of(config.placement.target.kind).by_library
-            shares = layout.draft_ranks == layout.target_ranks and not by_library
+            shares = _share(layout) and not by_library
             how = {"comm": mesh.draft, "whole": DRAFT_WHOLE, "target": target if shares else None}
             draft = _loaded("draft", source, load_model, world, progress, **how)
     if draft and mesh.draft:
@@ -210,7 +210,7 @@ def update_models(
             how: dict[str, Any] = {"comm": mesh.target, "stage": _stage_of(mesh, config, target_source)}
             target = _updated(target, target_source, device=world.device, **how)
         if draft_source and draft and mesh.draft:
-            shared = target if mesh.layout.draft_ranks == mesh.layout.target_ranks else None
+            shared = target if _share(mesh.layout) else None
             how = {"comm": mesh.draft, "whole": DRAFT_WHOLE, "target": shared}
             draft = _updated(draft, draft_source, device=world.device, **how)
     target.agree(mesh.replica)
@@ -221,6 +221,11 @@ def update_models(
     all_keep = all(world.comm.gather_text("kept" if is_kept else ""))
     mesh.set_timeout(config.timeouts.decode_s)
     return replace(models, target=target, draft=draft, reuse=reuse), all_keep
+
+
+def _share(layout: Layout) -> bool:
+    """Whether a head may read the tables of the target on its ranks, each of which has the same part of both."""
+    return layout.draft_ranks == layout.target_ranks and layout.num_stages == 1
 
 
 def _stage_of(mesh: Mesh, config: RunConfig, source: Source) -> ModelStage:

@@ -30,7 +30,7 @@ def load_library(loading: Loading) -> ModuleRunner:
     # Embedding and output of the target, if this is its head on the same ranks.
     tables = target.tables if target and head_source and target.comm.size == loading.comm.size else None
     model = load_modules(loading, kernel=make_linear if on_cpu else None, tables=tables)
-    if on_cpu and not tables:
+    if on_cpu and not tables and loading.stage.is_last:
         head: Any = model.get_output_embeddings()
         is_tied = head.weight is getattr(model.get_input_embeddings(), "weight", None)
         own_head = OwnLinear(head, partial(make_linear, keeps_weight=is_tied))
@@ -40,7 +40,7 @@ def load_library(loading: Loading) -> ModuleRunner:
     if into.fits and all(before.parameters.get(name) is values for name, values in parameters):
         return before
     kind = imported(head_source.library_runner, setting="draft") if head_source else ModuleRunner
-    return kind(model, comm=loading.comm, cache_dtype=loading.precision.cache_dtype)
+    return kind(model, comm=loading.comm, cache_dtype=loading.precision.cache_dtype, stage=loading.stage)
 
 
 def check_quantized_experts(

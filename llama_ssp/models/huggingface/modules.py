@@ -29,6 +29,7 @@ from llama_ssp.models.huggingface.attention import BY_POSITION
 from llama_ssp.models.huggingface.experts import OwnExperts, can_be_own, experts_of
 from llama_ssp.models.huggingface.families import adapt
 from llama_ssp.models.huggingface.latents import projections, unpack
+from llama_ssp.models.huggingface.stages import keep_stage
 from llama_ssp.models.tensor_parallel import ColumnLinear, GatheredLinear, RowLinear, cut_dim, shard
 from llama_ssp.models.weights import (
     EXPERTS,
@@ -164,6 +165,9 @@ def load_modules(
     if tables:
         model.set_input_embeddings(tables[0])
         model.set_submodule(name_of(model, model.get_output_embeddings()), SharedOutput(tables[1]))
+    if loading.stage.num_stages > 1:
+        path, layers = layers_of(model)
+        keep_stage(model, loading, path=path, layers=layers, output=name_of(model, model.get_output_embeddings()))
     fill_modules(model, matched.sources, {"": loading.device}, loading.precision.kernel or kernel, loading)
     return model
 

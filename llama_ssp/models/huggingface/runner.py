@@ -21,9 +21,11 @@ from llama_ssp.models.huggingface.families import mask_argument
 from llama_ssp.models.huggingface.modules import layers_of
 from llama_ssp.models.huggingface.recurrent import mixers_of, state_of, use_own_kernels
 from llama_ssp.models.runner import TreePlaces, masks_of
+from llama_ssp.models.stages import entering, leaving
 from llama_ssp.models.tensor_parallel import GatheredLinear
 from llama_ssp.models.vocabulary import own_part
 from llama_ssp.ranks.comms import Comm, Reads, best_of
+from llama_ssp.ranks.stages import WHOLE_MODEL, ModelStage
 from llama_ssp.storage.formats import OWN_DTYPE
 from llama_ssp.untyped import LibraryPart
 
@@ -41,23 +43,34 @@ class ModuleRunner(CachedRunner):
 
     Args:
         model: in evaluation mode, its parameters without gradients.
-        comm: the ranks that share it.
+        comm: the ranks that share it, or its layers of a stage.
         cache_dtype: the format of the cache.
+        stage: of this rank, whose modules the model has (`stages`).
     """
 
     # transformers may choose operators by the values of its inputs.
     repeats_operators = False
 
-    def __init__(self, model: PreTrainedModel, *, comm: Comm, cache_dtype: str = OWN_DTYPE) -> None:
-        parameter = next(model.parameters())  # of the embeddings, whose device takes the ids and returns the logits
-        super().__init__(model.config, parameter)
+    def __init__(
+        self, model: PreTrainedModel, *, comm: Comm, cache_dtype: str = OWN_DTYPE, stage: ModelStage = WHOLE_MODEL
+    ) -> None:
+        # The embedding, whose device takes the ids and returns the logits, or zeros in place of it.
+        values = next(model.parameters()) if stage.is_first else next(model.get_input_embeddings().buffers())
+        super().__init__(model.config, values, layers=stage.layers or None)
         self.comm = comm
-        self._model = model
+        self._model, self._stage = model, stage
+        self._width, self._like = int(model.config.hidden_size), values.new_empty(0)
+        layers: Any = layers_of(model)[1]
+        self._entry = None if stage.is_first else layers[stage.layers.start - 1]
+        self._exit = None if stage.is_last else layers[stage.layers.stop]
+        self._windows = record_of(model.config.model_type).windows_of(model.config)  # a forward makes masks of all
         self._library_cache = LibraryCache(self._slot_layers)
         if record_of(model.config.model_type).recurrent:
             self.layer_states = [*map(state_of, mixers_of(model))]
-        self.is_recurrent = bool(self.layer_states)
-        if self.is_recurrent:
+        kinds: Any = getattr(model.config, "layer_types", None) or ()
+        of_others = {*record_of(model.config.model_type).recurrent} & {*kinds} if stage.num_stages > 1 else ()
+        self.is_recurrent = bool(self.layer_states or of_others)
+        if self.layer_states:
             use_own_kernels(model, self.device)
         self._rows_BR: Tensor | None = None
         model.get_output_embeddings().register_forward_pre_hook(self._keep_wanted_rows)
@@ -88,14 +101,17 @@ class ModuleRunner(CachedRunner):
         states must forget them.
         """
         config: Any = self._model.config
+        stage, self._stage = self._stage, WHOLE_MODEL
         windows, window = self._windows, getattr(config, "sliding_window", None)
         positions_BT = torch.arange(_COMPARED_TOKENS, device=self.device).repeat(2, 1)
         ids_BT = torch.stack([7 * positions_BT[0], 5 * positions_BT[1]]) % self.vocab_size
+        if self._entry:  # hidden states
+            ids_BT = torch.sin(ids_BT[..., None] + torch.arange(self._width, device=self.device)).to(self.dtype)
         try:
             if window:
                 config.sliding_window = _COMPARED_WINDOW
                 self._windows = record_of(config.model_type).windows_of(config)
-            wanted_BTV = self._model(input_ids=ids_BT, use_cache=False).logits.float()
+            wanted_BTV = self._called(self._model, ids_BT, use_cache=False).float()
             self.allocate(batch_size=2, capacity=_COMPARED_TOKENS, num_rolled_back=_COMPARED_PIECE)
             found = []
             for ids, positions in zip(
@@ -113,7 +129,7 @@ class ModuleRunner(CachedRunner):
         finally:
             if window:
                 config.sliding_window = window
-            self._windows, self._cache = windows, None
+            self._windows, self._cache, self._stage = windows, None, stage
         if not apart < _MOST_APART[self.dtype is torch.float32]:
             raise ConfigError(
                 f"{config.model_type} models have other logits with the static cache than in transformers ({apart:.1%} "
@@ -154,26 +170,47 @@ class ModuleRunner(CachedRunner):
         head = getattr(head, "shared", None) or head
         if is_cut := isinstance(head, GatheredLinear):
             head.gather(is_wanted=self.reads is Reads.all)
-        with self._tapped(taps, slots_BT, cache_rows_B):
-            logits_BRV: Tensor = (part or self._model)(
-                **{"inputs_embeds" if ids_BT.is_floating_point() else "input_ids": ids_BT},
+        slots_M = taps.slots(slots_BT, cache_rows_B) if taps else None
+        if self._entry and self._stage.before:
+            states_ME = entering(
+                self._stage, ids_BT.numel(), taps, slots_M, width=self._width, comm=self.comm, like=self._like
+            )
+            self._entry.handed_BTE = states_ME.view(*ids_BT.shape, -1)
+        with self._tapped(taps, slots_M):
+            logits_BRV = self._called(
+                part or self._model, ids_BT,
                 attention_mask=mask, position_ids=positions_BT, past_key_values=cache, use_cache=True,
-            ).logits  # fmt: skip
+            )  # fmt: skip
+        if self._stage.behind:
+            self._stage.send(leaving(logits_BRV.flatten(0, 1), self._stage, taps, slots_M), comm=self.comm)
+            scored = positions_BT if score_positions_BR is None else score_positions_BR
+            logits_BRV = logits_BRV.new_empty(*scored.shape, 0)
         # A verification scores all of several tokens in all rows; a prompt's forward does not.
         if score_positions_BR is None and cache_rows_B is None and positions_BT.shape[1] > 1:
             self._counter.count()
+        if self._exit:
+            return logits_BRV.float()
         if self.reads is Reads.best:  # what a family does to logits, it does to each of them alone
             return best_of(logits_BRV, first=head.first, comm=self.comm) if is_cut else best_of(logits_BRV)
         is_own = self.reads is Reads.own
         return (own_part(logits_BRV, self.vocab_size, self.comm) if is_own else logits_BRV).float()
 
+    def _called(self, model: LibraryPart, ids_BT: Tensor, **options: object) -> Tensor:
+        """The logits of a forward of the library, or the hidden states after the last layer of an earlier stage."""
+        ids = {"inputs_embeds" if ids_BT.is_floating_point() else "input_ids": ids_BT}
+        found_BRV: Tensor = model(**ids, **options).logits
+        if self._entry is not None:
+            self._entry.handed_BTE = None
+        if self._exit is not None:
+            found_BRV, self._exit.kept_BTE = self._exit.kept_BTE, None
+        return found_BRV
+
     @contextmanager
-    def _tapped(self, taps: Taps | None, slots_BT: Tensor, cache_rows_B: Tensor | None) -> Iterator[None]:
-        """Keep the inputs of the tapped layers, or of the output after them, in a forward."""
+    def _tapped(self, taps: Taps | None, slots_M: Any) -> Iterator[None]:  # noqa: ANN401 - None without taps
+        """Keep the inputs of this stage's tapped layers, or of the output after them, in a forward."""
         if taps is None:
             yield
             return
-        slots_M = taps.slots(slots_BT, cache_rows_B)
         layers = [*layers_of(self._model)[1], self._model.get_output_embeddings()]
 
         def keep(layer: int, _module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -188,6 +225,7 @@ class ModuleRunner(CachedRunner):
             if layer == len(layers)
             else layers[layer].register_forward_pre_hook(partial(keep, layer), prepend=True)
             for layer in taps.layers
+            if self._stage.has_input(layer)
         ]
         try:
             yield

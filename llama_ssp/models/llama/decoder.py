@@ -34,6 +34,7 @@ from llama_ssp.models.llama.attention import (
 from llama_ssp.models.llama.layer import Layer, NormedProduct, Stream, Unread, added, join, rows_at
 from llama_ssp.models.llama.table import EMBEDDING, LAST_NORM, OUTPUT, lean_weights, rotary_of
 from llama_ssp.models.runner import Pieces, TreePlaces, masks_of
+from llama_ssp.models.stages import entering, leaving
 from llama_ssp.models.vocabulary import embed, own_part
 from llama_ssp.models.weights import Loading, Weights
 from llama_ssp.ranks.comms import Reads, best_of
@@ -223,7 +224,7 @@ class LeanRunner(CachedRunner):
                 taps.write(first + layer.number, stream[0], slots_M)
             stream = layer.forward(stream, attention[window], stop)
         if self._stage.behind:
-            self._stage.send(self._leaving(stream, taps, slots_M), comm=self._comm)
+            self._stage.send(leaving(added(stream), self._stage, taps, slots_M), comm=self._comm)
             scored = ids_BT if score_positions_BR is None else score_positions_BR
             return torch.empty(*scored.shape, 0, device=self.device)
         for number in (num_layers, num_layers + 1):
@@ -235,27 +236,14 @@ class LeanRunner(CachedRunner):
     def _entering(self, ids_M: Tensor, taps: Taps | None, slots_M: Any) -> Stream:  # noqa: ANN401 - None without taps
         """The stream before the first layer: of embedded tokens, or what the stage before sends, with its taps."""
         if self._stage.before:
-            earlier = taps.before(self._stage.layers.start) if taps else []
-            found_MX = self._stage.receive(
-                len(ids_M), self._width * (1 + len(earlier)), comm=self._comm, dtype=self.dtype, device=self.device
-            )
-            x_ME, *of_taps = found_MX.split(self._width, dim=1)
-            for number, tap_ME in zip(earlier, of_taps, strict=True):
-                assert taps, "it names the earlier ones"
-                taps.write(number, tap_ME, slots_M)
-            return x_ME.contiguous(), None
+            like = torch.empty(0, dtype=self.dtype, device=self.device)
+            how: dict[str, Any] = {"width": self._width, "comm": self._comm, "like": like}
+            return entering(self._stage, len(ids_M), taps, slots_M, **how), None
         assert self._embedding_VE is not None, "the first stage has it"
         if self._own.add_norm and self._own_ids is None:
             x_ME = self._embedding_VE.new_empty(len(ids_M), self._width)
             return x_ME, Unread(self._embedding_VE, ids_M.contiguous())
         return self.embed(ids_M), None
-
-    def _leaving(self, stream: Stream, taps: Taps | None, slots_M: Any) -> Tensor:  # noqa: ANN401 - None without taps
-        """The stream after the last layer, with the taps that later stages lack."""
-        if taps is None:
-            return added(stream)
-        earlier = taps.before(self._stage.layers.stop)
-        return torch.cat([added(stream), *(taps.at(number, slots_M) for number in earlier)], dim=1)
 
     def _at_once(self, num_tokens: int, tapped: Collection[int] = ()) -> Iterator[tuple[Layer, int | None, int]]:
         """Yield runs of layers that one call computes: the first layer, its window and the number where the run stops.

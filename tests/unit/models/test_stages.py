@@ -1,5 +1,8 @@
 """Holds stages of layers to a whole model: its logits, and the bytes that a plan counts on each rank."""
 
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +12,7 @@ import torch
 from llama_ssp.architectures.stages import stage_layers
 from llama_ssp.catalogue import Dtype, ModelShape
 from llama_ssp.errors import PlacementError
+from llama_ssp.models.huggingface.runner import ModuleRunner
 from llama_ssp.models.loading import load_model
 from llama_ssp.models.runner import Runner
 from llama_ssp.models.weights import Loading
@@ -16,19 +20,32 @@ from llama_ssp.planning.model import PlannedModel
 from llama_ssp.planning.weights import model_bytes, of_stage, shares
 from llama_ssp.weights.checkpoint import inspect
 from tests.helpers.held import held_bytes
-from tests.helpers.models import VOCAB_SIZE, build_checkpoint
+from tests.helpers.lanes import grid, sample
+from tests.helpers.models import FAMILIES, VOCAB_SIZE, build_checkpoint
 from tests.helpers.stages import loadings, on_stages
 
 SPLITS = [(2, 1), (3, 1), (4, 1), (2, 2)]
-KINDS: dict[str, dict[str, Any]] = {"llama": {}, "llama, tied": {"tie_word_embeddings": True}, "mistral": {}}
+KINDS: dict[str, dict[str, Any]] = {
+    "llama": {}, "llama, tied": {"tie_word_embeddings": True}, "mistral": {}, "gpt_neox": {}, "gemma2": {},
+    "qwen3_moe": {"head_dim": 32},
+}  # fmt: skip
+"""Models whose layers are alike."""
+LIBRARY = [*sample(
+    (name for name in FAMILIES if not name.startswith("gemma4")), every=6,
+    always=("gpt_neo", "gpt_oss", "qwen3_next, dense", "falcon_h1", "bamba", "deepseek_v3", "gemma3_text"),
+)]  # fmt: skip
+"""Of transformers' modules: windows, layers in tuples, states of recurrences, latents, experts."""
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    found = {kind: tmp_path_factory.mktemp("stages") for kind in KINDS}
-    for kind, changes in KINDS.items():
-        build_checkpoint(found[kind], kind.partition(",")[0], num_hidden_layers=4, **changes)
-    return found
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    @cache
+    def saved(kind: str) -> Path:
+        folder, changes = tmp_path_factory.mktemp("stages"), KINDS.get(kind, {})
+        build_checkpoint(folder, kind if kind in FAMILIES else kind.partition(",")[0], num_hidden_layers=4, **changes)
+        return folder
+
+    return saved
 
 
 def read_in_two(runner: Runner, ids_BT: torch.Tensor) -> torch.Tensor:
@@ -40,33 +57,53 @@ def read_in_two(runner: Runner, ids_BT: torch.Tensor) -> torch.Tensor:
     return torch.cat([runner.forward(ids, places, bucket=16) for ids, places in pieces], 1)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("num_stages", "tp_size"), SPLITS)
-def test_the_last_stage_has_the_logits_of_a_whole_model(
-    folders: dict[str, Path], kind: str, num_stages: int, tp_size: int
-) -> None:
-    origin = inspect(folders[kind])
+def check_logits(folder: Path, num_stages: int, tp_size: int) -> None:
+    origin = inspect(folder)
     ids_BT = torch.randint(0, VOCAB_SIZE, (3, 12), generator=torch.Generator().manual_seed(1))
     wanted_BTV = read_in_two(load_model(Loading(origin)), ids_BT)
     runners = [load_model(loading) for loading in loadings(origin, num_stages, tp_size)]
     *before, last = on_stages(len(runners), lambda rank: read_in_two(runners[rank], ids_BT))
     torch.testing.assert_close(last, wanted_BTV, rtol=0, atol=1e-5 if tp_size > 1 else 0)
     assert {found.shape for found in before[: len(before) + 1 - tp_size]} == {(3, 12, 0)}
+    assert len({runner.is_recurrent for runner in runners}) == 1
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("num_stages", "tp_size"), SPLITS)
-def test_each_rank_holds_the_weights_that_a_plan_counts(
-    folders: dict[str, Path], kind: str, num_stages: int, tp_size: int
+@grid(kind=[*KINDS], split=SPLITS)
+def test_the_last_stage_has_the_logits_of_a_whole_model(
+    folders: Callable[[str], Path], kind: str, split: tuple[int, int]
 ) -> None:
-    origin = inspect(folders[kind])
+    check_logits(folders(kind), *split)
+
+
+@pytest.mark.parametrize("kind", LIBRARY)
+def test_stages_of_a_family_have_the_logits_of_a_whole_model(folders: Callable[[str], Path], kind: str) -> None:
+    check_logits(folders(kind), 3, 1)
+
+
+def test_a_family_whose_layers_read_more_than_hidden_states_is_refused(folders: Callable[[str], Path]) -> None:
+    loading, _ = loadings(inspect(folders("llama")), 2, 1)
+    origin = inspect(folders("gemma4_text"))
+    with pytest.raises(PlacementError, match="gemma4_text models read more: leave it out, and all ranks share"):
+        stage_layers(origin.shape, 2)
+    with pytest.raises(PlacementError, match="those of gemma4_text models read more"):
+        load_model(replace(loading, origin=origin))
+
+
+@grid(kind=[*KINDS], split=SPLITS)
+def test_each_rank_holds_the_weights_that_a_plan_counts(
+    folders: Callable[[str], Path], kind: str, split: tuple[int, int]
+) -> None:
+    origin, (num_stages, tp_size) = inspect(folders(kind)), split
     model = PlannedModel(name=kind, shape=origin.shape, dtype=Dtype.fp32, quantization="none")
     stages, of_ranks = stage_layers(origin.shape, num_stages), shares(origin.shape, num_ranks=tp_size)
     planned = [held for number in range(num_stages) for held in of_stage(of_ranks, stages, number)]
     for held, loading in zip(planned, loadings(origin, num_stages, tp_size), strict=True):
         runner = load_model(loading)
-        parts = [vars(runner).get(name) for name in ("_layers", "_norm", "_head", "_embedding_VE")]
-        assert held_bytes(parts) == model_bytes(held, model, device="cuda").total_bytes
+        parts: list[object] = [vars(runner).get(name) for name in ("_layers", "_norm", "_head", "_embedding_VE")]
+        constants: list[object] = []
+        if isinstance(runner, ModuleRunner):
+            parts, constants = [runner._model], [*runner._model.buffers()]
+        assert held_bytes(parts) - held_bytes(constants) == model_bytes(held, model, device="cuda").total_bytes
 
 
 def shape_of(num_layers: int, vocab_size: int) -> ModelShape:
