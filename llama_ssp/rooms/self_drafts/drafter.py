@@ -46,7 +46,8 @@ class _Part:
     @property
     def num_allocations(self) -> int:
         """Allocations of the cache that it reads."""
-        return self._target.num_allocations
+        number: int = self._target.num_allocations
+        return number
 
     def allocate(self, *, batch_size: int, capacity: int, reads: Reads = Reads.all, num_rolled_back: int = 0) -> None:  # noqa: ARG002
         """Follow the target, which allocates first."""
@@ -156,9 +157,8 @@ class SelfDrafter(StepwiseDrafter):
         has_window = isinstance(self._part, _Window)
         own_bucket = self._part.own_bucket(bucket) if isinstance(self._part, _Window) else bucket
         taken_B: Tensor | None = None
-        if (
-            self._target.is_recurrent and rows.limits_B.numel()
-        ):  # none in rows that ended, or whose prompt is being read
+        if self._target.is_recurrent and rows.limits_B.numel():
+            # States of rows that ended, or whose prompt is being read, stay.
             taken_B = (rows.lengths_B < rows.limits_B).long()
         one_B11 = torch.ones_like(newest_B1, dtype=torch.bool)[..., None]
 
@@ -175,6 +175,9 @@ class SelfDrafter(StepwiseDrafter):
                     slots_U = self._places_of.slots[own_bucket]
                     assert slots_U is not None
                     places = TreePlaces(root_B1 + depth, one_B11, slots_U)
-            return self._part.model.forward(ids_BM, positions_BM, bucket=own_bucket, tree=places, taken_B=taken_B)
+            logits_BMV: Tensor = self._part.model.forward(
+                ids_BM, positions_BM, bucket=own_bucket, tree=places, taken_B=taken_B
+            )
+            return logits_BMV
 
         return logits_of
