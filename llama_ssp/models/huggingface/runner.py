@@ -247,14 +247,14 @@ class ModulePart:
     def __init__(self, whole: ModuleRunner, left_out: Sequence[nn.Module]) -> None:
         self._whole, self._left_out, self._reads = whole, left_out, Reads.all
         self._cache: StaticCache | None = None
-        self._is_tuple = False
+        self._num_others: int | None = None  # of what a layer returns beside its output; None if that is no tuple
         for layer in left_out[:1]:
             hook = layer.register_forward_hook(lambda _layer, _args, output: self._see(output))
             self._forget_hook = hook.remove
 
     def _see(self, output: object) -> None:
         """Learn from the whole model's first forward what a layer returns."""
-        self._is_tuple = isinstance(output, tuple)
+        self._num_others = len(output) - 1 if isinstance(output, tuple) else None
         self._forget_hook()
 
     def follow(self, whole: ModuleRunner, cache: StaticCache | None, *, reads: Reads) -> None:
@@ -277,4 +277,4 @@ class ModulePart:
 
     def _pass_over(self, *args: Any, **options: Any) -> Any:  # noqa: ANN401 - as the layers of a family
         x: Tensor = args[0] if args else options["hidden_states"]
-        return (x,) if self._is_tuple else x
+        return x if self._num_others is None else (x, *self._num_others * [None])
