@@ -15,7 +15,8 @@ SETTINGS = [
 DRAFTS = {
     "window": ["draft.window=8", "draft.sinks=2"],
     "layers, rows enough for draws over shards": ["draft.layers=8", "num_samples=64"],
-    "a copy": ["draft.quantization=int8_weight_only", "draft.layers=9"],
+    # Each rank rounds its own slices, so that drafts differ.
+    "a copy": ["draft.quantization=int8_weight_only", "draft.layers=9", "verification=coupled"],
     "both, greedy": ["draft.window=8", "draft.layers=[0,1,2,3,4,5,6,8,9]", "sampling=greedy", "num_samples=1"],
 }
 
