@@ -65,6 +65,7 @@ class StaticCache(Workspace):
         reads_by_length: forwards read rows by their lengths.
 
     Attributes:
+        num_layers: of those with keys and values.
         num_rows, num_slots: B and S.
         shown: the buffers of all layers, by bucket; None before all have been written.
     """
@@ -73,7 +74,7 @@ class StaticCache(Workspace):
         self, *, num_layers: int, batch_size: int, capacity: int, device: torch.device, kept: KeptRows,
         reads_by_length: bool = False,
     ) -> None:  # fmt: skip
-        self.num_rows, self._kept = batch_size, kept
+        self.num_layers, self.num_rows, self._kept = num_layers, batch_size, kept
         self._reads_by_length = reads_by_length
         self.num_slots = capacity
         self._wholes: list[Tensor | None] = [None] * num_layers
@@ -143,8 +144,21 @@ class StaticCache(Workspace):
                 width = self._kept.width(head_dim)
                 self._zeros(number, device, heads=(2, num_heads), width=width, num_slots=num_slots)
 
-    def take_slots(self, other: "StaticCache", from_BC: Tensor, layers: Collection[int]) -> None:
-        """Copy some slots of each row of another cache to the first ones of the same row here."""
+    @property
+    def is_complete(self) -> bool:
+        """Whether it has the buffers of all layers."""
+        return all(whole is not None for whole in self._wholes)
+
+    def make_like(self, other: "StaticCache", layers: Collection[int]) -> None:
+        """Make the buffers of some layers with the heads of another cache; other layers get no slot."""
+        for number, whole in enumerate(other._wholes):
+            assert whole is not None, "it is complete"
+            num_slots = None if number in layers else 0
+            self._zeros(number, whole.device, heads=whole.shape[:2], width=whole.shape[-1], num_slots=num_slots)
+
+    def take_slots(self, other: "StaticCache", from_BC: Tensor) -> None:
+        """Copy some slots of each row of another cache to the first ones of the same row here, of layers with slots."""
+        layers = [number for number, own in enumerate(self._wholes) if own is not None and own.shape[3]]
         for number, held in zip(layers, other.slots(from_BC, layers), strict=True):
             own = self._wholes[number]
             assert own is not None, "`make_buffers` comes first"
@@ -487,6 +501,11 @@ class CachedRunner:
             num_layers=len(self._slot_layers), batch_size=self.cache.num_rows, capacity=num_slots, device=self.device,
             kept=self._kept, reads_by_length=self.reads_by_length,
         )  # fmt: skip
+
+    @property
+    def state_tensors(self) -> list[Tensor]:
+        """All states that layers keep of rows, none without such layers."""
+        return [*self._states.inputs.values(), *self._states.states.values()] if self._states else []
 
     def agree(self, comm: Comm) -> None:
         """See `Runner.agree`."""

@@ -101,13 +101,25 @@ def _target_parts(spec: PlanSpec) -> dict[int, _Part]:
 
 def _draft_parts(spec: PlanSpec) -> dict[int, _Part]:
     if spec.draft is None:
-        return {}
+        return _copied_parts(spec) if spec.free_terms.copied_format else {}
     num_ranks = 1 if spec.layout.splits_batch else len(spec.draft_ranks)
     parts = _parts(
         spec.draft, spec.device, num_ranks=num_ranks, whole=spec.draft_whole,
         num_shared=spec.num_shared_tables, num_kept=spec.kept_states[1],
     )  # fmt: skip
     return dict(zip(spec.draft_ranks, cycle(parts), strict=False))
+
+
+def _copied_parts(spec: PlanSpec) -> dict[int, _Part]:
+    """The weights of a second copy of the target's layers, which shares tables and cache; see `DraftTerms`."""
+    terms, number = spec.free_terms, len(spec.target_devices)
+    model = replace(spec.target, quantization=str(terms.copied_format))
+    stages = range(0), range(terms.copied_layers), range(0)
+    parts = _parts(model, spec.device, num_ranks=number, stages=stages)[number : 2 * number]
+    return {
+        rank: replace(part, slot_bytes=0, row_bytes=0)
+        for rank, part in zip(spec.target_devices, parts, strict=True)
+    }  # fmt: skip
 
 
 GRAPH_NODE_BYTES = 32 * 1024

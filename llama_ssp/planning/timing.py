@@ -140,10 +140,13 @@ class CostModel:
         self.draft = of_draft(model=spec.draft, draws=draws) if spec.draft else None
         self.own_part = None
         if layers := spec.free_terms.layers:
-            shape = replace(spec.target.shape, num_hidden_layers=layers)
-            self.own_part = replace(
-                self.target, model=replace(spec.target, shape=shape), draws=None, stages=(range(layers),)
-            )
+            shape, held = replace(spec.target.shape, num_hidden_layers=layers), spec.target.shape.modules
+            if held is not None:
+                shape = replace(shape, modules=replace(inventory(spec.target.shape), num_layers=layers))
+            own = replace(spec.target, shape=shape)
+            if (copied := spec.free_terms.copied_format) is not None:
+                own = replace(own, quantization=copied)
+            self.own_part = replace(self.target, model=own, draws=None, stages=(range(layers),))
         self._middle = spec.prompt_tokens + spec.max_new_tokens // 2
         self._bucket = bucket_of(self._middle + spec.round_positions, spec.num_slots, hardware)
         # Of a text in its own tokens the host knows only a bound of the length.

@@ -32,7 +32,7 @@ from llama_ssp.registry import imported
 from llama_ssp.run.prompts import reason_of
 from llama_ssp.settings.backends import BACKENDS, backend_of
 from llama_ssp.settings.checks import check_values
-from llama_ssp.settings.drafters import other_vocabularies, vocabulary_of
+from llama_ssp.settings.drafters import drafter_of, other_vocabularies, vocabulary_of
 from llama_ssp.settings.layout import Layout, lay_out
 from llama_ssp.settings.schema import ExpertParts, RunConfig
 from llama_ssp.settings.weights import WEIGHTS
@@ -114,10 +114,25 @@ def find_sources(
         if len(entries) > 1:
             draft = _check(entries[1], origins[1], loaded[1].tokenizer, num_draft_ranks, DRAFT_WHOLE, device=device)
         check_values(config, target.origin.shape, draft.origin.shape if draft else None)
+        if copied := copy_of_target(target, config):
+            _check(copied[0].entry, copied[0].origin, target.tokenizer, num_target_ranks, device=device)
         _warn_of_heads(target.origin, draft.entry.name if draft else None)
         if draft and not draft.origin.shape.is_head:
             imported(vocabulary_of(config.draft).check, setting="draft")(target, draft)
     return target, draft
+
+
+def copy_of_target(target: Source, config: RunConfig) -> tuple[Source, int] | None:
+    """The second copy of a target that a draft asks for, in another storage format, and the number of its layers.
+
+    ConfigError for files that are stored in a format of their own.
+    """
+    found = drafter_of(config.draft).copies(config.draft, target.origin.shape.num_hidden_layers)
+    if found is None:
+        return None
+    quantization = kept_format(found[0], storage_of(target.origin), where=target.origin.folder)
+    precision = replace(target.precision, quantization=quantization)
+    return replace(target, entry=replace(target.entry, quantization=quantization), precision=precision), found[1]
 
 
 def find_update(

@@ -21,7 +21,7 @@ from llama_ssp.ranks.failures import raise_on_all_ranks
 from llama_ssp.ranks.stages import ModelStage
 from llama_ssp.ranks.world import World, has_own_threads, on_all_cores, on_free_cores
 from llama_ssp.registry import imported
-from llama_ssp.run.checkpoints import Source
+from llama_ssp.run.checkpoints import Source, copy_of_target
 from llama_ssp.run.requests import RequestMaker
 from llama_ssp.settings.backends import BACKENDS, backend_of
 from llama_ssp.settings.checks import check_values
@@ -164,10 +164,16 @@ def with_draft(
         asked = f"draft.kind={config.draft.kind}" if drafter_of(config.draft).prepare else vocabulary.asked
         read = imported(prepare, setting=asked) if prepare else None
         prepared = read(config.draft, *tokenizers) if read else None
+        copied = copy_of_target(sources[0], config) if sources and mesh.target else None
         draft = None
-        if source and mesh.draft:
+        if copied or (source and mesh.draft):
             from llama_ssp.models.loading import load_model  # noqa: PLC0415 - slow import, see above
-
+        how: dict[str, Any]
+        if copied:
+            inner = ModelStage(number=1, num_stages=3, layers=range(copied[1]))  # without tables
+            how = {"comm": mesh.target, "stage": inner}
+            prepared = _loaded("draft", copied[0], load_model, world, progress, **how)
+        if source and mesh.draft:
             layout, by_library = mesh.layout, backend_of(config.placement.target.kind).by_library
             shares = _share(layout) and not by_library
             how = {"comm": mesh.draft, "whole": DRAFT_WHOLE, "target": target if shares else None}

@@ -43,6 +43,7 @@ class DraftTerms:
         layers: of the target, with its output, that each drafted token passes; 0 for none.
         seen_slots: of the cache that such a step reads of a row; None for all.
         copied_slots: of a row that a round copies to a cache of the draft's own.
+        copied_format: of a second copy of the first `copied_layers` layers of the target; None without one.
     """
 
     num_kernels: int = 0
@@ -50,6 +51,8 @@ class DraftTerms:
     layers: int = 0
     seen_slots: int | None = None
     copied_slots: int = 0
+    copied_format: str | None = None
+    copied_layers: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +73,9 @@ class DrafterRecord:
     # `module:function` that reads what it needs besides the models, once, when they are loaded, from its settings and
     # the tokenizers of the target and of a draft model; `DrafterParts.prepared` has what it returns.
     prepare: str | None = None
+    # without a model, the storage format of a second copy of the target's first layers, and their number, from its
+    # settings and the target's layers; `DrafterParts.prepared` is then that copy.
+    copies: Callable[[Any, int], tuple[str, int] | None] = lambda _draft, _num_layers: None
     ranges: tuple[Range, ...] = ()  # of its settings, whose keys begin with `draft.`.
     # yields further problems of a run with such a draft, and a `NoEffect` for each setting that has none.
     problems: Callable[[RunConfig], Iterable[str | NoEffect]] = lambda _config: ()

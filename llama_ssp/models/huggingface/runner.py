@@ -3,7 +3,7 @@
 Shapes: B sequences, T positions, R rows that get logits, S slots, V vocabulary, E embedding width.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from llama_ssp.architectures.family import OTHER, record_of
 from llama_ssp.errors import ConfigError
 from llama_ssp.kernels.parts import rows_of
-from llama_ssp.models.cache import CachedRunner, LibraryCache, Taps
+from llama_ssp.models.cache import CachedRunner, LibraryCache, StaticCache, Taps
 from llama_ssp.models.huggingface.experts import ExpertCounter, OwnExperts
 from llama_ssp.models.huggingface.families import mask_argument
 from llama_ssp.models.huggingface.modules import layers_of
@@ -50,6 +50,7 @@ class ModuleRunner(CachedRunner):
 
     # transformers may choose operators by the values of its inputs.
     repeats_operators = False
+    _is_lent = False
 
     def __init__(
         self, model: PreTrainedModel, *, comm: Comm, cache_dtype: str = OWN_DTYPE, stage: ModelStage = WHOLE_MODEL
@@ -92,6 +93,38 @@ class ModuleRunner(CachedRunner):
     def parameters(self) -> dict[str, nn.Parameter]:
         """All parameters that are not in linear layers of ours, by name."""
         return dict(self._model.named_parameters(remove_duplicate=False))
+
+    @property
+    def num_layers(self) -> int:
+        """Number of its layers."""
+        return len(layers_of(self._model)[1])
+
+    def part(self, numbers: Sequence[int]) -> "ModulePart":
+        """A runner of some layers, in order, between the same embedding and output."""
+        return ModulePart(self, [layer for n, layer in enumerate(layers_of(self._model)[1]) if n not in numbers])
+
+    def make_buffers(self, cache: StaticCache, layers: Collection[int]) -> None:
+        """Make the buffers of some layers in a cache of this model's, as in its own, which a forward may have to make.
+
+        Layers that read the keys of others get them all.
+        """
+        if not cache.is_complete:
+            if not self.cache.is_complete:
+                none_11 = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
+                with torch.inference_mode():
+                    self.forward(none_11, none_11, bucket=1, cache_rows_B=none_11[0])
+            have_own = len(self._slot_layers) == self.num_layers
+            cache.make_like(self.cache, layers if have_own else range(self.num_layers))
+
+    @contextmanager
+    def lent(self, cache: StaticCache, reads: Reads) -> Iterator[None]:
+        """Let forwards meanwhile read and write another cache, and return what their caller reads."""
+        before = self._cache, self.reads
+        self._cache, self.reads, self._is_lent = cache, reads, True
+        try:
+            yield
+        finally:
+            self._cache, self.reads, self._is_lent = *before, False
 
     @torch.inference_mode()
     def _compare(self) -> None:
@@ -186,7 +219,8 @@ class ModuleRunner(CachedRunner):
             scored = positions_BT if score_positions_BR is None else score_positions_BR
             logits_BRV = logits_BRV.new_empty(*scored.shape, 0)
         # A verification scores all of several tokens in all rows; a prompt's forward does not.
-        if score_positions_BR is None and cache_rows_B is None and positions_BT.shape[1] > 1:
+        is_verification = score_positions_BR is None and cache_rows_B is None and not self._is_lent
+        if is_verification and positions_BT.shape[1] > 1:
             self._counter.count()
         if self._exit:
             return logits_BRV.float()
@@ -240,3 +274,45 @@ class ModuleRunner(CachedRunner):
         (hidden_BTE,) = args
         rows_BR1 = self._rows_BR[..., None].to(hidden_BTE.device)
         return (hidden_BTE.gather(1, rows_BR1.expand(-1, -1, hidden_BTE.shape[-1])),)
+
+
+class ModulePart:
+    """Some layers of a `ModuleRunner`, whose other layers a forward of it passes over; it shares all weights.
+
+    Layers that keep states read and write those of the whole model.
+    """
+
+    def __init__(self, whole: ModuleRunner, left_out: Sequence[nn.Module]) -> None:
+        self._whole, self._left_out, self._reads = whole, left_out, Reads.all
+        self._cache: StaticCache | None = None
+        self._num_others: int | None = None  # of what a layer returns beside its output; None if that is no tuple
+        for layer in left_out[:1]:
+            hook = layer.register_forward_hook(lambda _layer, _args, output: self._see(output))
+            self._forget_hook = hook.remove
+
+    def _see(self, output: object) -> None:
+        """Learn from the whole model's first forward what a layer returns."""
+        self._num_others = len(output) - 1 if isinstance(output, tuple) else None
+        self._forget_hook()
+
+    def follow(self, whole: ModuleRunner, cache: StaticCache | None, *, reads: Reads) -> None:
+        """Read and write a cache, or the whole model's; see `LeanRunner.follow`."""
+        self._whole, self._cache, self._reads = whole, cache, reads
+
+    def forward(self, ids_BT: Tensor, positions_BT: Tensor, **how: Any) -> Tensor:
+        """See `Runner.forward`."""
+        kept = [vars(layer).get("forward") for layer in self._left_out]
+        try:
+            for layer in self._left_out:
+                layer.forward = self._pass_over
+            with self._whole.lent(self._cache or self._whole.cache, self._reads):
+                return self._whole.forward(ids_BT, positions_BT, **how)
+        finally:
+            for layer, forward in zip(self._left_out, kept, strict=True):
+                del layer.forward
+                if forward:
+                    layer.forward = forward
+
+    def _pass_over(self, *args: Any, **options: Any) -> Any:  # noqa: ANN401 - as the layers of a family
+        x: Tensor = args[0] if args else options["hidden_states"]
+        return x if self._num_others is None else (x, *self._num_others * [None])

@@ -161,14 +161,15 @@ class LeanRunner(CachedRunner):
         """Number of its layers."""
         return len(self._layers)
 
-    def part(self, numbers: Sequence[int]) -> "LeanRunner":
+    def part(self, numbers: Sequence[int], *, of: "LeanRunner | None" = None) -> "LeanRunner":
         """A runner of some layers, in order, between the same embedding and output; it shares all weights.
 
-        Its layers see all that `follow` shows, without windows.
+        The layers may be those `of` another model that has none of its own. They see all that `follow` shows, without
+        windows.
         """
-        part = copy(self)
+        part, layers = copy(self), (of or self)._layers
         vars(part).update(
-            _layers=[self._layers[number] for number in numbers],
+            _layers=[layers[number] for number in numbers],
             _windows=(None,) * len(numbers),
             _stops=tuple(number + 1 for number in numbers if number + 1 not in numbers),
         )

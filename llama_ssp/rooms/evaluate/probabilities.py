@@ -283,6 +283,6 @@ def _drafter(session: Session, config: RunConfig, taps: Taps | None) -> Drafter:
     config = replace(config, draft=drafter_of(config.draft).alone(config.draft))  # a score depends on no other text
     drafter, *_ = make_drafters(
         config, mesh=models.mesh, target=models.target, runner=models.draft, taps=taps,
-        prepared=models.prepared if models.draft else None,
+        prepared=models.prepared if models.draft or drafter_of(config.draft).reads_target else None,
     )  # fmt: skip
     return drafter

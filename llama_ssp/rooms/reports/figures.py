@@ -51,6 +51,8 @@ _PAGE_WIDTH = 11.5
 """Width of a figure that fills a page of a report."""
 _SUFFIXES = ".png", ".svg", ".pdf"
 _DPI = 150
+_LEGEND_SHARE = 0.75
+"""Room of legends between two rows of panels, of the height of one."""
 _LEGEND_INCHES = 0.5
 """From the axis down to its legend, past the numbers and the label."""
 _HALF_WIDTH_NAME, _LONGEST_NAME = 28, 40
@@ -72,10 +74,12 @@ def styled() -> Iterator[None]:
         yield
 
 
-def panels(*titles: str) -> "tuple[Figure, list[Axes]]":
-    """Return a new figure, and an empty panel for each title."""
-    figure = Figure(figsize=(_WIDTH * len(titles), _HEIGHT))
-    found = [figure.add_subplot(1, len(titles), number) for number in range(1, len(titles) + 1)]
+def panels(*titles: str, num_rows: int = 1) -> "tuple[Figure, list[Axes]]":
+    """Return a new figure, and an empty panel for each title, row by row."""
+    num_columns, share = -(-len(titles) // num_rows), _LEGEND_SHARE * (num_rows - 1)
+    figure = Figure(figsize=(_WIDTH * num_columns, _HEIGHT * (num_rows + share)))
+    figure.subplots_adjust(hspace=_LEGEND_SHARE)
+    found = [figure.add_subplot(num_rows, num_columns, number) for number in range(1, len(titles) + 1)]
     for axes, title in zip(found, titles, strict=True):
         axes.set_title(visible(title))
     return figure, found

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from llama_ssp.errors import ConfigError
-from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.models.prefill import Buckets, Prompts
 from llama_ssp.models.runner import TreePlaces
 from llama_ssp.ranks.comms import Reads
@@ -36,17 +35,19 @@ if TYPE_CHECKING:
 class _Part:
     """The layers that draft, over the target's cache; see `models.runner.Cached`."""
 
-    def __init__(self, target: LeanRunner, numbers: Sequence[int]) -> None:
+    def __init__(self, target: Any, numbers: Sequence[int], copied: Any = None) -> None:  # noqa: ANN401 - runners
         self._target, self.numbers = target, numbers
-        self.model = target.part(numbers)
+        self.model = target.part(numbers, of=copied) if copied else target.part(numbers)
         self.device, self.vocab_size = target.device, target.vocab_size
-        self.repeats_operators, self.reads_by_length = target.repeats_operators, target.reads_by_length
+        self.repeats_operators = target.repeats_operators and (copied is None or copied.repeats_operators)
+        self.reads_by_length = target.reads_by_length
         self.is_recurrent = False
 
     @property
     def num_allocations(self) -> int:
         """Allocations of the cache that it reads."""
-        return self._target.num_allocations
+        number: int = self._target.num_allocations
+        return number
 
     def allocate(self, *, batch_size: int, capacity: int, reads: Reads = Reads.all, num_rolled_back: int = 0) -> None:  # noqa: ARG002
         """Follow the target, which allocates first."""
@@ -60,8 +61,17 @@ class _Part:
 class _Window(_Part, OwnBuckets):
     """The same over a small cache of the first and the last tokens."""
 
-    def __init__(self, target: LeanRunner, numbers: Sequence[int], *, sinks: int, window: int, most_nodes: int) -> None:
-        super().__init__(target, numbers)
+    def __init__(
+        self,
+        target: Any,  # noqa: ANN401 - runners
+        numbers: Sequence[int],
+        copied: Any = None,  # noqa: ANN401
+        *,
+        sinks: int,
+        window: int,
+        most_nodes: int,
+    ) -> None:
+        super().__init__(target, numbers, copied)
         self._num_kept, self._num_slots = sinks + window, sinks + window + most_nodes
         self.reads_by_length, self._num_caches = True, 0
         self._cache: StaticCache | None = None
@@ -83,7 +93,7 @@ class _Window(_Part, OwnBuckets):
             self._cache = self._target.new_cache(num_slots=self._num_slots)
             self._target.make_buffers(self._cache, self.numbers)
             self._num_caches += 1
-        self._target.make_buffers(self._target.cache, range(self._target.num_layers))
+        self._target.make_buffers(self._target.cache, range(self._target.cache.num_layers))
         self.model.follow(self._target, self._cache, reads=reads)
 
     def fill(self, lengths_B1: Tensor) -> Tensor:
@@ -92,7 +102,7 @@ class _Window(_Part, OwnBuckets):
         num_read_B1 = lengths_B1 - 1
         skipped_B1 = (num_read_B1 - self._num_kept).clamp_min(0)
         from_BC = (self._slots_C + skipped_B1 * self._moves_C).minimum(num_read_B1)  # a row may be shorter
-        self._cache.take_slots(self._target.cache, from_BC, self.numbers)
+        self._cache.take_slots(self._target.cache, from_BC)
         return num_read_B1.clamp_max(self._num_kept)
 
 
@@ -105,18 +115,20 @@ class SelfDrafter(StepwiseDrafter):
     def __init__(self, parts: DrafterParts) -> None:
         config, target = parts.config, parts.target
         assert isinstance(config, SelfConfig)
-        if not isinstance(target, LeanRunner):
+        if not hasattr(target, "part"):
             raise ConfigError(
-                "draft=self needs every rank to hold a part of the target, whose layers must be like Llama's: leave "
-                "placement out, or give a draft model or head with draft=NAME"
+                "draft=self needs every rank to hold a part of the target: leave placement out, or give a draft model "
+                "or head with draft=NAME"
             )
-        self._target = target  # found first, so that its cache counts at the round's bucket
+        assert (parts.prepared is None) == (config.quantization is None), "a second copy is loaded before"
+        self._target: Any = target  # found first, so that its cache counts at the round's bucket
         numbers = chosen_layers(config, target.num_layers)
         most_nodes = 1 + parts.num_draft_tokens
         if small_cache_slots(config) is None:
-            part: Any = _Part(target, numbers)
+            part: Any = _Part(target, numbers, parts.prepared)
         else:
-            part = _Window(target, numbers, sinks=config.sinks, window=config.window or 0, most_nodes=most_nodes)
+            how = {"sinks": config.sinks, "window": config.window or 0, "most_nodes": most_nodes}
+            part = _Window(target, numbers, parts.prepared, **how)
         super().__init__(part, parts)
         self._part: _Part = part
         writes = config.restores and small_cache_slots(config) is None
@@ -130,10 +142,13 @@ class SelfDrafter(StepwiseDrafter):
         """See `Drafter.propose`."""
         if not self._slots_T.numel():
             return super().propose(rows, **how)
-        slots_BT, layers = rows.lengths_B[:, None] - 1 + self._slots_T, range(self._target.num_layers)
-        held = self._target.cache.slots(slots_BT, layers)
+        cache, slots_BT = self._target.cache, rows.lengths_B[:, None] - 1 + self._slots_T
+        held, states = cache.slots(slots_BT, range(cache.num_layers)), self._target.state_tensors
+        kept = [state.clone() for state in states]
         draft = super().propose(rows, **how)
-        self._target.cache.put_slots(slots_BT, layers, held)
+        cache.put_slots(slots_BT, range(cache.num_layers), held)
+        for state, before in zip(states, kept, strict=True):
+            state.copy_(before)
         return draft
 
     def _reading(self, rows: Rows, *, bucket: int, num_unread: int) -> ReadLevel:  # noqa: ARG002
@@ -141,6 +156,10 @@ class SelfDrafter(StepwiseDrafter):
         root_B1 = self._part.fill(newest_B1 + 1)
         has_window = isinstance(self._part, _Window)
         own_bucket = self._part.own_bucket(bucket) if isinstance(self._part, _Window) else bucket
+        taken_B: Tensor | None = None
+        if self._target.is_recurrent and rows.limits_B.numel():
+            # States of rows that ended, or whose prompt is being read, stay.
+            taken_B = (rows.lengths_B < rows.limits_B).long()
         one_B11 = torch.ones_like(newest_B1, dtype=torch.bool)[..., None]
 
         def logits_of(level: Level | None) -> Tensor:
@@ -156,6 +175,9 @@ class SelfDrafter(StepwiseDrafter):
                     slots_U = self._places_of.slots[own_bucket]
                     assert slots_U is not None
                     places = TreePlaces(root_B1 + depth, one_B11, slots_U)
-            return self._part.model.forward(ids_BM, positions_BM, bucket=own_bucket, tree=places)
+            logits_BMV: Tensor = self._part.model.forward(
+                ids_BM, positions_BM, bucket=own_bucket, tree=places, taken_B=taken_B
+            )
+            return logits_BMV
 
         return logits_of

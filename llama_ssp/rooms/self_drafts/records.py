@@ -5,15 +5,19 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from llama_ssp.architectures.family import record_of
+from llama_ssp.catalogue import ModelConfig
 from llama_ssp.fields import setting
 from llama_ssp.groups import Range
+from llama_ssp.planning.advisers import Adviser
 from llama_ssp.settings.backends import backend_of
 from llama_ssp.settings.drafters import DrafterRecord, DraftTerms, RoundSizes
 from llama_ssp.settings.schema import DrafterConfig, RunConfig
 from llama_ssp.settings.tasks import NoEffect
+from llama_ssp.storage.formats import FORMATS
 from llama_ssp.words import said
 
-_KIND = "self"
+KIND = "self"
+"""The value of `draft.kind`."""
 
 
 @dataclass(kw_only=True)
@@ -29,6 +33,10 @@ class SelfConfig(DrafterConfig):
         None, "newest tokens that drafting sees, from a small cache of its own; null for all, in the target's cache."
     )
     sinks: int = setting(4, "first tokens of a text that drafting with a window also sees.")
+    quantization: str | None = setting(
+        None,
+        "storage format of a second copy of the layers, which drafts over the target's cache; null for no copy.",
+    )
     restores: bool = setting(
         False, "true leaves the target's cache as it was, for who drafts along finished texts and verifies nothing."
     )
@@ -45,6 +53,11 @@ def small_cache_slots(draft: SelfConfig) -> int | None:
     return None if draft.window is None else draft.window + draft.sinks
 
 
+def _copies(draft: SelfConfig, num_layers: int) -> tuple[str, int] | None:
+    """The format of the second copy, and its layers: all up to the last that drafts."""
+    return None if draft.quantization is None else (draft.quantization, max(chosen_layers(draft, num_layers)) + 1)
+
+
 _RANGES: tuple[Range, ...] = (
     ("draft.window", lambda n: n is None or n >= 1, "at least 1 token, or null for all"),
     ("draft.sinks", lambda n: n >= 0, "at least 0"),
@@ -54,8 +67,12 @@ _RANGES: tuple[Range, ...] = (
 def _problems(config: RunConfig) -> Iterator[str | NoEffect]:
     draft, target = config.draft, config.model
     assert isinstance(draft, SelfConfig)
-    if draft.layers is None and draft.window is None:
-        yield "draft=self drafts with the whole target, which gains nothing: give draft.layers= or draft.window="
+    if draft.layers is None and draft.window is None and draft.quantization in {None, target.quantization}:
+        given = f", also with {said('draft.quantization', draft.quantization)}" if draft.quantization else ""
+        yield (
+            f"draft=self drafts with the whole target{given}, which gains nothing: give draft.layers=, draft.window= "
+            "or draft.quantization= of fewer bits"
+        )
     if backend_of(config.placement.target.kind).by_library:
         kind = said("placement.target.kind", config.placement.target.kind)
         yield f"draft=self needs placement.target.kind=tensor, and {kind} was given"
@@ -69,12 +86,30 @@ def _problems(config: RunConfig) -> Iterator[str | NoEffect]:
         yield NoEffect("draft.sinks", "without draft.window")
     if target.shape is None:
         return
-    if not record_of(target.shape.model_type).is_llama_kind:
+    if target.shape.recurrent and draft.window is not None:
         yield (
-            f"draft=self needs a target whose layers are like Llama's, and {said('model', target.name)} is a "
-            f"{target.shape.model_type} model: give a draft model or head with draft=NAME"
+            f"{said('draft.window', draft.window)} needs a target that keeps all of a text, and {target.name} has "
+            f"layers of kind {target.shape.recurrent}, which keep one state: leave it out, and give draft.layers="
         )
+    yield from _problems_of_copy(draft, target)
     yield from _problems_of_layers(draft, target.shape.num_hidden_layers)
+
+
+def _problems_of_copy(draft: SelfConfig, target: ModelConfig) -> Iterator[str]:
+    if draft.quantization is None:
+        return
+    if problem := FORMATS.problem_of(draft.quantization, key="draft.quantization"):
+        yield problem
+    elif target.shape and not record_of(target.shape.model_type).is_llama_kind:
+        yield (
+            f"{said('draft.quantization', draft.quantization)} needs a target whose layers are like Llama's, and "
+            f"{target.name} is a {target.shape.model_type} model: give draft.layers= alone, or a draft model"
+        )
+    elif target.stored_format and target.stored_format.storage:
+        yield (
+            f"{said('draft.quantization', draft.quantization)} needs files that are not quantized, and those of "
+            f"{target.name} are in {target.stored_format.storage}: give draft.layers= or draft.window="
+        )
 
 
 def _problems_of_layers(draft: SelfConfig, num_layers: int) -> Iterator[str]:
@@ -97,12 +132,17 @@ def _problems_of_layers(draft: SelfConfig, num_layers: int) -> Iterator[str]:
 def _terms(draft: SelfConfig, round_: RoundSizes) -> DraftTerms:
     """Count the steps of the layers, and the slots of the small cache."""
     layers, slots = chosen_layers(draft, round_.num_target_layers), small_cache_slots(draft)
-    return DraftTerms(layers=len(layers), seen_slots=slots, copied_slots=slots or 0)
+    copied, num_copied = _copies(draft, round_.num_target_layers) or (None, 0)
+    return DraftTerms(
+        layers=len(layers), seen_slots=slots, copied_slots=slots or 0, copied_format=copied, copied_layers=num_copied
+    )
 
 
 # Source: arXiv:2404.16710 (first layers), arXiv:2410.06916 (skipped layers), arXiv:2408.11049 (window and sinks).
 SELF = DrafterRecord(
-    name=_KIND, make="llama_ssp.rooms.self_drafts.drafter:SelfDrafter", config=SelfConfig, reads_target=True,
+    name=KIND, make="llama_ssp.rooms.self_drafts.drafter:SelfDrafter", config=SelfConfig, reads_target=True,
     alone=lambda draft: replace(draft, restores=True), has_trees=True, ranges=_RANGES, problems=_problems,
-    terms=_terms, step_name="draft by the target's own layers",
+    terms=_terms, copies=_copies, step_name="draft by the target's own layers",
 )  # fmt: skip
+# After advice on choices: it names other ways.
+LENGTHS = Adviser(name="lengths", order=3, notes="llama_ssp.rooms.self_drafts.lengths:notes")

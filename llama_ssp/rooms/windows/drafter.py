@@ -95,7 +95,7 @@ class Windowed(OwnBuckets):
         before_B1, most_B1 = tables.skipped_B1, (first_B1 - self._sinks).clamp_min(0)
         skipped_B1 = before_B1.maximum(first_B1 - self.num_kept).minimum(most_B1)
         from_BC = tables.slots_C + (skipped_B1 - before_B1) * tables.moves_C
-        cache.take_slots(cache, from_BC.clamp(0, self._num_slots - 1), self._layers)
+        cache.take_slots(cache, from_BC.clamp(0, self._num_slots - 1))
         tables.skipped_B1.copy_(skipped_B1)
 
     def _read(

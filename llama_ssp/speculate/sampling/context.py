@@ -22,7 +22,8 @@ class Rows(NamedTuple):
     """Rows of a batch: token ids, `lengths_B` of them prompt and text, the keys of their uniforms, the prompts.
 
     Drafted tokens may follow the text; later slots are undefined. For `sampling_BX` see `by_row`. `forced_BK` has
-    tokens that a drafter takes in place of its own, and -1 elsewhere; K is 0 if there are none.
+    tokens that a drafter takes in place of its own, and -1 elsewhere; K is 0 if there are none. A row goes on up to
+    `limits_B` tokens; without numbers all rows do.
     """
 
     tokens_BS: Tensor
@@ -31,6 +32,7 @@ class Rows(NamedTuple):
     prompt_lengths_B: Tensor
     sampling_BX: Tensor = _OF_THE_RUN
     forced_BK: Tensor = _OF_THE_RUN
+    limits_B: Tensor = _OF_THE_RUN
 
     def before(self, last_BT: Tensor) -> "Context":
         """The context of positions whose last known token stands at `last_BT` (B, T)."""

@@ -52,13 +52,28 @@ def test_a_figure_is_drawn_with_and_without_a_draft(draft: str | None, tmp_path:
     plan, file = _plan("30B", draft, num_ranks=8), tmp_path / "plan.svg"
     draw(plan, file)
     assert "<svg" in file.read_text()
-    memory, by_k = draw_plan(plan).axes
+    memory, by_k, *_ = draw_plan(plan).axes
     for place, rank in enumerate(plan.ranks):
         stacked = [group.patches[place] for group in memory.containers]  # type: ignore[attr-defined]
         assert sum(patch.get_height() for patch in stacked) * GIB == pytest.approx(rank.needed_bytes)
     expected = [*document(plan)["time"]["speculative_ms_per_token_by_k"]]
     times = [np.asarray(line.get_ydata()).tolist() for line in by_k.lines if line.get_label() == "speculative"]
     assert times == ([expected] if expected else [])
+
+
+def test_a_figure_draws_bytes_and_times_up_to_the_longest_rows_also_with_8_bits() -> None:
+    machine = hardware.load("h100")
+    plan = make_plan(make_spec("llama3_8B", batch_size=16, prompt_tokens=8000), machine)
+    sizes, times = draw_plan(plan).axes[2:]
+    (own, narrow), (own_s, narrow_s) = (
+        [np.asarray(line.get_xydata()) for line in axes.lines[:2]] for axes in (sizes, times)
+    )
+    assert own[-1][0] == plan.largest_context > 8064
+    assert 0.97 * machine.rank_bytes < own[-1][1] * GIB <= machine.rank_bytes
+    assert (narrow[:, 1] < own[:, 1]).all()
+    assert (narrow_s[:, 1] < own_s[:, 1]).all()
+    asked = replace(plan.spec, prompt_tokens=plan.largest_context - plan.spec.max_new_tokens)
+    assert own_s[-1][1] == pytest.approx(1e3 * make_plan(asked, machine).timing.plain_s)
 
 
 def test_a_figure_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:

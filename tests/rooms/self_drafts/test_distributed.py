@@ -1,4 +1,4 @@
-"""A target that drafts for itself on two ranks writes the texts of one."""
+"""A target that drafts for itself on two ranks writes the texts of one, and a run scores the copy that drafted."""
 
 import json
 from pathlib import Path
@@ -15,6 +15,8 @@ SETTINGS = [
 DRAFTS = {
     "window": ["draft.window=8", "draft.sinks=2"],
     "layers, rows enough for draws over shards": ["draft.layers=8", "num_samples=64"],
+    # Each rank rounds its own slices, so that drafts differ.
+    "a copy": ["draft.quantization=int8_weight_only", "draft.layers=9", "verification=coupled"],
     "both, greedy": ["draft.window=8", "draft.layers=[0,1,2,3,4,5,6,8,9]", "sampling=greedy", "num_samples=1"],
 }
 
@@ -33,3 +35,13 @@ def test_two_ranks_write_the_texts_of_one(draft: str, tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
         found.append(texts(folder))
     assert found[0] == found[1]
+
+
+def test_the_distribution_suite_scores_the_copy_that_drafted(tmp_path: Path) -> None:
+    """Of the target's own layers no probability differs from the target's, and the suite does not compare them."""
+    words = ["task=evaluate", "suite=distribution", "num_samples=20", "max_new_tokens=4", "prompt=def f(x):"]
+    done = run([*words, "draft=self", "draft.quantization=int4_weight_only", f"run_dir={tmp_path}/run"])
+    assert done.returncode == 0, done.stderr
+    evaluation = json.loads((tmp_path / "run" / "summary.json").read_text())["evaluation"]
+    assert evaluation["passed"]
+    assert "standard errors, log target minus log draft" in {measure["name"] for measure in evaluation["measures"]}

@@ -1,24 +1,40 @@
 """What a plan of a target that drafts for itself counts: steps of its layers, and a small cache."""
 
+import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from llama_ssp.catalogue import Dtype
 from llama_ssp.kernels.parts import rows_of
 from llama_ssp.machines import hardware
 from llama_ssp.models.cache import StaticCache
+from llama_ssp.models.loading import load_model
+from llama_ssp.models.quantization.precision import Precision
+from llama_ssp.models.weights import Loading
 from llama_ssp.planning.memory import memory
+from llama_ssp.planning.plan import make_plan
 from llama_ssp.planning.spec import make_spec as spec_of_run
-from llama_ssp.planning.timing import CostModel
+from llama_ssp.planning.timing import CostModel, timing
+from llama_ssp.ranks.stages import ModelStage
+from llama_ssp.rooms.self_drafts.lengths import gains_from
 from llama_ssp.rooms.self_drafts.records import SelfConfig
 from llama_ssp.settings.trees import tree_shape
 from llama_ssp.storage.formats import OWN_DTYPE
+from llama_ssp.weights.checkpoint import inspect
 from tests.helpers.composed import compose_run
-from tests.helpers.planning import make_spec
+from tests.helpers.held import held_bytes
+from tests.helpers.models import SIZES, build_checkpoint
+from tests.helpers.planning import make_spec, small_model
 
 H100 = hardware.load("h100")
+SAID_OF_LONG_TEXTS = (
+    "model.cache_dtype=int8 . ms/token in place of . plain, and room for . rows, or rows of . tokens, draft=self "
+    "draft.window=512 a gain from an acceptance of . on and draft=self draft.layers=16 a gain"
+)
 SPEC: dict[str, Any] = {"batch_size": 8, "prompt_tokens": 8000, "max_new_tokens": 100, "num_draft_tokens": 3}
 
 
@@ -88,3 +104,56 @@ def test_two_ranks_send_the_sums_of_each_step() -> None:
         for layers in (1, 2)
     )
     assert two - one == 3 * 2
+
+
+def test_a_second_copy_takes_the_weights_of_its_layers_and_a_step_reads_these() -> None:
+    none, copied, some = (
+        costs(layers=32), costs(quantization="int8_weight_only"), costs(quantization="int8_weight_only", layers=16)
+    )  # fmt: skip
+    plans = [memory(each.spec, H100)[0] for each in (none, copied, some)]
+    of_layer = 4 * 4096**2 + 3 * 4096 * 11008
+    assert plans[0].draft_weights_bytes == 0
+    assert plans[1].draft_weights_bytes == pytest.approx(32 * of_layer, rel=0.01)
+    assert plans[2].draft_weights_bytes == pytest.approx(16 * of_layer, rel=0.01)
+    assert [plan.draft_cache_bytes for plan in plans] == [0, 0, 0]
+    assert copied.drafting_s(3) < none.drafting_s(3)
+
+
+def test_the_bytes_of_a_second_copy_are_those_that_are_loaded(tmp_path: Path) -> None:
+    build_checkpoint(tmp_path, "llama", num_hidden_layers=4, head_dim=8, vocab_size=320)
+    name = "int8_weight_only"
+    stage, how = ModelStage(number=1, num_stages=3, layers=range(3)), Precision(quantization=name)
+    copied: Any = load_model(Loading(inspect(tmp_path), stage=stage, precision=how, dtype=torch.float32))
+    sizes = {name: SIZES[name] for name in ("hidden_size", "num_attention_heads", "intermediate_size")}
+    target = replace(small_model(**sizes, num_hidden_layers=4, num_key_value_heads=4, head_dim=8), dtype=Dtype.fp32)
+    draft = SelfConfig(kind="self", layers=3, quantization=name)
+    spec = make_spec(target, device="cpu", free_draft="self", free_settings=draft, cuda_graphs=False)
+    assert memory(spec, replace(H100, device="cpu"))[0].draft_weights_bytes == pytest.approx(
+        held_bytes(copied._layers), rel=0.02
+    )
+
+
+@pytest.mark.parametrize(
+    ("prompt", "draft", "said", "unsaid"),
+    [
+        (30_000, None, SAID_OF_LONG_TEXTS, ""),
+        (30_000, "llama3_1B", "keys and values: model.cache_dtype=int8 .", "draft=self"),
+        (500, None, "", "keys and values"),
+    ],
+)  # fmt: skip
+def test_a_plan_of_long_texts_says_what_gains(prompt: int, draft: str | None, said: str, unsaid: str) -> None:
+    spec = make_spec("llama3_8B", draft, batch_size=16, prompt_tokens=prompt, max_new_tokens=500)
+    notes = " | ".join(make_plan(spec, H100).notes)
+    assert re.search(re.escape(said).replace(r"\ \.", r"\ [0-9.]+"), notes), notes
+    assert not unsaid or unsaid not in notes
+
+
+def test_the_acceptance_that_a_note_names_is_where_a_draft_begins_to_gain() -> None:
+    spec = make_spec("llama3_8B", batch_size=16, prompt_tokens=30_000, max_new_tokens=500)
+    least = gains_from(spec, H100, timing(spec, H100).plain_s, window=512)
+    assert least
+    drafts = replace(spec, free_draft="self", free_settings=SelfConfig(kind="self", window=512), num_draft_tokens=4)
+    below, above = (
+        min(timing(replace(drafts, acceptance=least + apart), H100).by_num_draft_tokens) for apart in (-0.05, 0.02)
+    )
+    assert above < timing(spec, H100).plain_s < below

@@ -4,6 +4,7 @@ Shapes: K drafted tokens, V vocabulary.
 """
 
 from collections.abc import Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,18 @@ from llama_ssp import load
 from llama_ssp.errors import ConfigError
 from llama_ssp.models.cache import StaticCache
 from llama_ssp.models.llama.decoder import LeanRunner
+from llama_ssp.models.loading import load_model
+from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.models.runner import NullRunner
+from llama_ssp.models.weights import Loading
+from llama_ssp.ranks.stages import ModelStage
 from llama_ssp.rooms.self_drafts.drafter import SelfDrafter
 from llama_ssp.rooms.self_drafts.records import SelfConfig, chosen_layers
 from llama_ssp.settings.drafters import drafters
 from llama_ssp.speculate.engine.completion import RowCompletion
 from llama_ssp.speculate.engine.round import DraftChoice
 from llama_ssp.speculate.sampling.context import Rows
+from llama_ssp.weights.checkpoint import inspect
 from llama_ssp.workspaces import find_parts
 from tests.helpers.composed import check_refused
 from tests.helpers.decoders import (
@@ -48,6 +54,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "first layers": {"layers": 2},
     "some layers": {"layers": [0, 2, 3]},
     "both": {"window": 6, "sinks": 1, "layers": [1, 2]},
+    "a copy in 8 bits": {"quantization": "int8_weight_only"},
+    "a copy of some layers, window": {"quantization": "int8_weight_only", "layers": [0, 2], "window": 8, "sinks": 2},
 }
 Seen = list[tuple[list[int], Tensor, Tensor]]
 """Texts, and what was drafted behind them: tokens and their law."""
@@ -60,14 +68,32 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+FOLDERS: dict[LeanRunner, Path] = {}
+"""The files of each target."""
+
+
 @pytest.fixture(scope="module")
 def target(folder: Path) -> LeanRunner:
-    return load_lean(folder, dtype=torch.float32)
+    target = load_lean(folder, dtype=torch.float32)
+    FOLDERS[target] = folder
+    return target
 
 
 @pytest.fixture(scope="module")
 def library(folder: Path) -> Any:  # noqa: ANN401 - a model of transformers
     return AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
+
+
+def copy_of(target: LeanRunner, draft: SelfConfig) -> Any:  # noqa: ANN401 - a runner, or none
+    """The second copy that a draft asks for, as runs load it."""
+    copied = drafters()["self"].copies(draft, target.num_layers)
+    if not copied:
+        return None
+    inner = ModelStage(number=1, num_stages=3, layers=range(copied[1]))
+    precision = Precision(quantization=copied[0])
+    loaded: Any = load_model(Loading(inspect(FOLDERS[target]), stage=inner, precision=precision, dtype=target.dtype))
+    assert loaded.embedding is None
+    return loaded
 
 
 def decode(
@@ -80,7 +106,9 @@ def decode(
 
     def make_drafter(rule: Any) -> Any:  # noqa: ANN401 - any rule
         sizes: Any = {"num_draft_tokens": num_drafted, "vocab_size": target.vocab_size}
-        drafter: Any = SelfDrafter(parts_of(target=target, config=draft, rule=rule, tree=tree, **sizes))
+        copied = copy_of(target, draft)
+        parts = parts_of(target=target, config=draft, rule=rule, tree=tree, prepared=copied, **sizes)
+        drafter: Any = SelfDrafter(parts)
         propose = drafter.propose
 
         def watched(rows: Any, **named: Any) -> Any:  # noqa: ANN401
@@ -104,6 +132,16 @@ def decode(
     return complete(decoder, requests_of(prompts, num_new))
 
 
+def in_8_bits(layers: Any) -> Any:  # noqa: ANN401 - modules
+    """The layers with weights that are rounded to 8 bits, row by row."""
+    layers = deepcopy(layers)
+    for module in layers.modules():
+        if isinstance(module, torch.nn.Linear):
+            steps_O1 = module.weight.abs().amax(1, keepdim=True) / 127
+            module.weight.data = (module.weight / steps_O1).round() * steps_O1
+    return layers
+
+
 @torch.inference_mode()
 def logits_after(library: Any, draft: SelfConfig, text: list[int], drafted: list[int]) -> Tensor:  # noqa: ANN401
     """The logits of transformers' model over what is left of the cache that the whole model has made of the text."""
@@ -120,7 +158,8 @@ def logits_after(library: Any, draft: SelfConfig, text: list[int], drafted: list
     mask = torch.cat([torch.ones(number, len(kept)), torch.ones(number, number).tril()], 1).log()[None, None]
     chosen = chosen_layers(draft, len(layers))
     try:
-        library.model.layers = torch.nn.ModuleList([layers[place] for place in chosen])
+        used = in_8_bits(layers) if draft.quantization else layers
+        library.model.layers = torch.nn.ModuleList([used[place] for place in chosen])
         library.config.num_hidden_layers = len(chosen)
         found = library(
             ids, position_ids=torch.arange(num_read, num_read + number)[None], past_key_values=cache,
@@ -178,7 +217,8 @@ def test_greedy_and_coupled_texts_are_those_of_plain_decoding(
 @pytest.mark.parametrize("name", WAYS)
 def test_a_draft_along_a_finished_text_leaves_the_cache_of_the_target(name: str, target: LeanRunner) -> None:
     draft = drafters()["self"].alone(SelfConfig(kind="self", **WAYS[name]))
-    drafter = SelfDrafter(parts_of(target=target, config=draft, vocab_size=target.vocab_size))
+    parts = parts_of(target=target, config=draft, vocab_size=target.vocab_size, prepared=copy_of(target, draft))
+    drafter = SelfDrafter(parts)
     target.allocate(batch_size=2, capacity=40)
     drafter.allocate(batch_size=2, num_slots=40)
     text_BT, positions_BT = torch.arange(40).repeat(2, 1), torch.arange(20).repeat(2, 1)
@@ -223,7 +263,10 @@ def test_a_rank_without_the_target_is_refused() -> None:
 
 
 BAD = {
-    "": "give draft.layers= or draft.window=",
+    "": "give draft.layers=, draft.window= or draft.quantization= of fewer bits",
+    "draft.quantization=none": "with draft.quantization=none, which gains nothing",
+    "draft.quantization=int7": "unknown draft.quantization 'int7'",
+    "draft.quantization=int8_weight_only model=mixtral_8x7B": "needs a target whose layers are like Llama's",
     "draft.layers=11": "draft.layers=11 is out of range: the target has 10 layers",
     "draft.layers=0": "draft.layers=0 is out of range",
     "draft.layers=[0,10]": "a rising list of numbers from 0 to 9",
@@ -234,7 +277,6 @@ BAD = {
     "draft.window=0 speculation.num_draft_tokens=1": "draft.window=0 must be at least 1 token",
     "draft.window=9 draft.sinks=-1": "draft.sinks=-1 must be at least 0",
     "draft.layers=2 draft.sinks=3": "draft.sinks has no effect without draft.window",
-    "draft.layers=2 model=mixtral_8x7B": "layers are like Llama's",
     "draft.layers=2 speculation.overlap=true": "overlap",
     "draft.window=9 speculation.tree=wide": "'wide' is not the shape of a tree",
     "draft.layers=2 task=acceptance task.store=true": "keeps no pair of draft=self",
