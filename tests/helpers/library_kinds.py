@@ -10,7 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from transformers import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+)
 
 from llama_ssp.architectures.family import check_servable, record_of
 from llama_ssp.errors import ConfigError
@@ -52,6 +56,14 @@ FAILS = dict.fromkeys(_WITHOUT_POSITIONS, "they take no positions of tokens") | 
     "openai-gpt": "RuntimeError: The size of tensor a must match the size of tensor b",
 }
 """Kinds that do not run, and why."""
+_SET = ("use_bidirectional_attention",)
+TEXTS = ("mistral4",)
+"""Kinds with a causal language model that the library's mapping lacks, which stand in parts of other kinds."""
+WITHOUT_TEXT = (
+    "blip_text_model", "diffusion_gemma_text", "kosmos_2_5_text_model", "kosmos_2_text_model", "mistral_large4_text",
+    "pix2struct_text_model", "pp_formulanet_text", "voxtral_realtime_text",
+)  # fmt: skip
+"""Text parts that continue no text without an image or a sound, write blocks, or have matrices in another order."""
 _TINY = {
     **dict.fromkeys(("num_layers", "n_layer", "decoder_layers", "encoder_layers"), 2),
     **dict.fromkeys(("num_heads", "n_head", "decoder_attention_heads", "encoder_attention_heads"), 8),
@@ -79,9 +91,26 @@ def tiny_sizes(kind: str) -> dict[str, Any]:
     return {name: size for name, size in sizes.items() if name in known} | _ODD.get(kind, {})
 
 
-def library_kinds() -> dict[str, dict[str, Any]]:
+def text_kinds() -> dict[str, str]:
+    """The kinds of the text parts of models that also read images or audio, by the kinds of these."""
     found = {}
-    for kind in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
+    for kind in {*MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES, *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}:
+        if "text_config" in CONFIG_MAPPING[kind].sub_configs:
+            found[kind] = CONFIG_MAPPING[kind]().get_text_config().model_type
+    return found
+
+
+def _set_in_text(kind: str) -> dict[str, Any]:
+    """Fields that a model gives its text part beside the defaults of that part's kind."""
+    text = CONFIG_MAPPING[kind]().get_text_config()
+    alone = type(text)()
+    return {name: vars(text)[name] for name in _SET if vars(text).get(name) != vars(alone).get(name)}
+
+
+def library_kinds() -> dict[str, dict[str, Any]]:
+    found, parts = {}, text_kinds()
+    alone = {kind for kind in {*parts.values(), *TEXTS} - {*WITHOUT_TEXT} if kind in CONFIG_MAPPING}
+    for kind in sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES} | alone):
         config = CONFIG_MAPPING[kind]
         given = {each.name: each.default for each in fields(config)}
         defaults = {name: value for name, value in given.items() if isinstance(value, int | str) and name in NAMES}
@@ -96,7 +125,11 @@ def library_kinds() -> dict[str, dict[str, Any]]:
             "fails": FAILS.get(kind),
         }  # fmt: skip
         found[kind] = {key: value for key, value in facts.items() if value}
-    return found
+    for kind, text in parts.items():
+        if text in found:
+            sets = _set_in_text(kind)
+            found[kind] = found.get(kind, {}) | {"text": text} | ({"sets": sets} if sets else {})
+    return dict(sorted(found.items()))
 
 
 def _may_run(kind: str) -> bool:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.initialization import no_init_weights
@@ -29,6 +29,7 @@ from llama_ssp.models.huggingface.attention import BY_POSITION
 from llama_ssp.models.huggingface.experts import OwnExperts, can_be_own, experts_of
 from llama_ssp.models.huggingface.families import adapt
 from llama_ssp.models.huggingface.latents import projections, unpack
+from llama_ssp.models.huggingface.texts import causal_class
 from llama_ssp.models.tensor_parallel import ColumnLinear, GatheredLinear, RowLinear, cut_dim, shard
 from llama_ssp.models.weights import (
     EXPERTS,
@@ -86,7 +87,7 @@ def build_empty(origin: WeightSource) -> PreTrainedModel:
     family = record_of(origin.config.model_type)
     if path := family.check_files:
         imported(path, setting=family.name)(origin)
-    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(origin.config)]
+    model_class: Any = causal_class(type(origin.config))
     config = deepcopy(origin.config)
     has_sdpa = family.is_written or model_class._supports_sdpa
     config._attn_implementation = family.attention if has_sdpa else "eager"
