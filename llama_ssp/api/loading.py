@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 
 
 @arguments.known_arguments
-def load(
+def load(  # noqa: PLR0913 - a notebook shows this signature
     model: str | Path | PreTrainedModel,
     draft: str | Path | PreTrainedModel | None = None,
     *,
@@ -45,6 +45,7 @@ def load(
     tokenizer: Enum | str | _OneTokenizer | tuple[_OneTokenizer, _OneTokenizer] = SAME.name,
     placement: str | PlacementConfig | None = None,
     ranks: int | None = None,
+    spare_rows: int = RunConfig.spare_rows,
 ) -> Pair:
     """Load a pair of models into this process, or over all ranks of torchrun, srun or `llama-ssp run --script`.
 
@@ -63,6 +64,8 @@ def load(
         placement: auto, one_rank, sharded, replicated, own_gpu, or a `PlacementConfig`; None for one_rank.
         ranks: number of processes of this machine to start for the pair, whose calls go to them; None for this
             process, or its launcher's.
+        spare_rows: rows of the target's cache that keep texts which have ended, for prompts of later calls and of
+            the same one that begin alike.
 
     Raises:
         ConfigError: an argument has a wrong type or value, a plugin cannot be imported, the vocabularies differ, or
@@ -74,8 +77,10 @@ def load(
     given = {**locals()}
     with in_library_words():
         check_docstrings()
-        num_ranks = arguments.check_types(load, {"ranks": given.pop("ranks")})["ranks"]
-        if num_ranks not in {None, 1}:
+        read = arguments.check_types(load, {name: given[name] for name in ("ranks", "spare_rows")})
+        given["spare_rows"] = read["spare_rows"]
+        del given["ranks"]
+        if (num_ranks := read["ranks"]) not in {None, 1}:
             pair: Pair = imported(ELSEWHERE.of("ranks").load, setting="ranks")(num_ranks, given)
             return pair
         load_plugins()
@@ -89,7 +94,7 @@ def load(
             drafter = arguments.draft_model(draft_entry, vocabulary)
         config = RunConfig(
             task=GenerateConfig(), model=target_entry, draft=drafter, device=kind,
-            placement=arguments.placement_of(placement),
+            placement=arguments.placement_of(placement), spare_rows=read["spare_rows"],
         )  # fmt: skip
         with selection_kept(), start(device=kind, timeout_s=config.timeouts.load_s) as started:
             if gpu and started.comm.size > 1:

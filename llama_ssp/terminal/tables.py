@@ -116,7 +116,7 @@ def closing_line(summary: records.Summary) -> Text:
         )
     mode = summary.speculative or summary.plain
     if mode is None:
-        return Text("nothing was completed")
+        return Text(summary.evaluation.outcome if summary.evaluation else "nothing was completed")
     name = "speculative " if summary.plain and summary.speculative else ""
     text = (
         f"{count(summary.num_new_tokens, 'token')} for {count(summary.num_prompts, 'prompt')}: "

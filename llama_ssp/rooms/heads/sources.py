@@ -83,7 +83,9 @@ class HeadSource:
     def shape(self) -> ModelShape:
         """See `WeightSource`."""
         own, num_token_ids = self.files.shape, self.target.shape.vocab_size
-        drafted = min(own.vocab_size, num_token_ids) if self._drafts_all else own.vocab_size
+        drafted = own.vocab_size
+        if self._drafts_all:
+            drafted = num_token_ids if self.shares_output else min(drafted, num_token_ids)
         return replace(
             own, shares_embedding=EMBEDDING not in self._stored, target_vocab_size=num_token_ids, vocab_size=drafted
         )
@@ -173,7 +175,8 @@ class HeadSource:
             sizes["hidden_norm.weight"] = (width,)
         if head.kind == PEAGLE:
             sizes[MASK] = (shape.num_taps * tap,)
-        sizes |= head.joining_sizes(width, shape.num_token_ids)
+        drafting = replace(head, draft_vocab_size=shape.vocab_size)
+        sizes |= drafting.joining_sizes(width, shape.num_token_ids)
         return {f"model.{name}": size for name, size in sizes.items()}
 
     def extend(self, model: PreTrainedModel) -> None:

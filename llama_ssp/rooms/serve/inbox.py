@@ -65,6 +65,7 @@ class Part(NamedTuple):
         num_drafted, rejected_ids: of their round; see `Update`.
         accepted_lengths, examined_lengths: at the end, drafted tokens of each round that became text and that the
             target examined.
+        num_reused_tokens: at the end, tokens of the prompt that the target's cache held.
         logprobs: at the end, if asked for, under the model; of the prompt's tokens too if asked for.
         error: in place of an end.
     """
@@ -75,6 +76,7 @@ class Part(NamedTuple):
     rejected_ids: Sequence[int] = ()
     accepted_lengths: Sequence[int] = ()
     examined_lengths: Sequence[int] = ()
+    num_reused_tokens: int = 0
     logprobs: list[TokenLogprob] | None = None
     error: "RequestError | None" = None
     waited_s: float | None = None

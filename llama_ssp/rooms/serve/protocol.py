@@ -127,11 +127,14 @@ class Asked:
 
     def usage(self) -> dict[str, object]:
         """The tokens of all answers; drafted ones that the target accepted and rejected, as OpenAI calls them."""
-        num_prompt = sum(len(answer.prompt_ids) for answer in self.answers[:: self.num_samples])
+        firsts = self.answers[:: self.num_samples]
+        num_prompt = sum(len(answer.prompt_ids) for answer in firsts)
+        num_held = sum(answer.last.num_reused_tokens for answer in firsts if answer.last)
         num_new = sum(len(answer.token_ids) for answer in self.answers)
         ended = [answer.last for answer in self.answers if answer.last]
         return {
             "prompt_tokens": num_prompt, "completion_tokens": num_new, "total_tokens": num_prompt + num_new,
+            "prompt_tokens_details": {"cached_tokens": num_held},
             "completion_tokens_details": {
                 "accepted_prediction_tokens": sum(sum(part.accepted_lengths) for part in ended),
                 "rejected_prediction_tokens": sum(part.num_rejected for part in ended),

@@ -93,7 +93,7 @@ class Response:
             "output": [self._item()] if ended else [], "parallel_tool_calls": False, "tool_choice": "none", "tools": [],
             "usage": {
                 "input_tokens": used["prompt_tokens"], "output_tokens": used["completion_tokens"],
-                "total_tokens": used["total_tokens"], "input_tokens_details": {"cached_tokens": 0},
+                "total_tokens": used["total_tokens"], "input_tokens_details": used["prompt_tokens_details"],
                 "output_tokens_details": {"reasoning_tokens": 0},
             } if ended else None,
         }  # fmt: skip

@@ -26,6 +26,7 @@ _NAME, _CHOICES, _ID_LENGTH = re.compile(r"[A-Za-z0-9_-]{1,64}"), ("auto", "none
 _SPACING = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
 """Arguments stand as templates write them."""
 _DECODER = json.JSONDecoder()
+_QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
 
 
 class Form(NamedTuple):
@@ -252,9 +253,13 @@ class CallReader:
         return None if place < 0 else len(self._held[:place].rstrip())
 
     def _end(self, begin: int, *, is_over: bool) -> int:
-        """Where the call that begins there ends; 0 if that is not known yet."""
-        place = self._held.find(self._form.end, begin) if self._form.end else -1
-        return place + len(self._form.end) if place >= 0 else len(self._held) * is_over
+        """Where the call that begins there ends; 0 if that is not known yet. Arguments may quote what ends a call."""
+        mark, held = self._form.end, self._held[begin:]
+        ends = [found.end() for found in re.finditer(re.escape(mark), held)] if mark else []
+        unquoted = (end for end in ends if '"' not in _QUOTED.sub("", held[: end - len(mark)]))
+        if end := next(unquoted, ends[0] if ends and is_over else 0):
+            return begin + end
+        return len(self._held) * is_over
 
     def _show(self, number: int) -> str:
         """Take the first characters of the text that is held."""

@@ -23,7 +23,7 @@ class BatchSpace:
     def __init__(self, round_: Round, executor: Executor, *, batch_size: int, reuse: Reuse) -> None:
         self._round, self._executor, self._batch_size, self._reuse = round_, executor, batch_size, reuse
         self._num_spare = reuse.num_spare * (not reuse.from_states)
-        self._spare = SpareRows(round_.target, round_.taps, self._num_spare)
+        self._spare = SpareRows(round_.target, round_.taps, self._num_spare, reuse.spare)
         self._is_cuda = round_.target.device.type == "cuda"
         self.bucket_step = BUCKET_STEP["cuda" if self._is_cuda else "cpu"]
         self._most_ahead = round_.max_tokens_per_round + round_.num_ahead

@@ -18,8 +18,10 @@ are taken from it: chunks that another prompt shares, or all whole chunks if non
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Self
+
+from torch import Tensor
 
 from llama_ssp.architectures.engine import PREFILL_CHUNK
 from llama_ssp.models.prefill import Held, num_common
@@ -58,11 +60,13 @@ class Reuse:
         are_invariant: every part of every model is (`Runner.is_invariant`).
         from_states: a layer of a model keeps states, so that beginnings are taken where a state was saved.
         num_spare: rows beside the batch's that keep texts which have ended.
+        spare: the tensors of these rows.
     """
 
     are_invariant: bool
     from_states: bool
     num_spare: int = 0
+    spare: list[Tensor] = field(default_factory=list, compare=False, repr=False)
 
     @classmethod
     def of(cls, models: Sequence[Runner | None], comm: Comm) -> Self:

@@ -19,11 +19,13 @@ from llama_ssp.models.runner import Runner
 
 
 class SpareRows:
-    """Copies of rows of a target and of its taps, on this rank; their memory is taken with the first of them."""
+    """Copies of rows of a target and of its taps, on this rank; their memory is taken with the first of them.
 
-    def __init__(self, target: Runner, taps: Taps | None, num_rows: int) -> None:
-        self._target, self._taps, self._num_rows = target, taps, num_rows
-        self._kept: list[Tensor] = []
+    It is `kept` where other decoders of the same models find it: only the last one that decoded holds texts.
+    """
+
+    def __init__(self, target: Runner, taps: Taps | None, num_rows: int, kept: list[Tensor]) -> None:
+        self._target, self._taps, self._num_rows, self._kept = target, taps, num_rows, kept
 
     def keep(self, row: int, spare: int, num_tokens: int) -> None:
         """Copy the first tokens of a row."""

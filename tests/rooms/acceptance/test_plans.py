@@ -201,6 +201,7 @@ def test_a_plan_without_a_trace_imports_nothing_for_one() -> None:
     assert ended.stdout.splitlines()[-1] == "False"
 
 
+@pytest.mark.heavy
 def test_what_a_reading_stores_plans_of_the_pair_take(own_conf: OwnConf, tmp_path: Path) -> None:
     """Not those of another temperature, rule that it does not know, draft or files."""
     own_conf("pairs.yaml", "pairs: []\n")

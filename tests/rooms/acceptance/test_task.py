@@ -142,6 +142,7 @@ def test_of_certain_drafts_every_round_is_known(tmp_path: Path, words: Sequence[
     assert deviation == pytest.approx(0, abs=1e-6)
 
 
+@pytest.mark.heavy
 def test_a_run_names_what_it_found_by_draft_rule_temperature_and_length(tmp_path: Path) -> None:
     words = ("task.drafts=[tiny-draft,ngram]", "task.temperatures=[0.8,0.0]", "task.longest=3", "num_samples=1")
     ended, trace = read(tmp_path, *words, "task.trees=[2x1]")
@@ -215,6 +216,7 @@ def test_finished_texts_of_any_run_are_read(tmp_path: Path) -> None:
         assert np.sort(foreign.arrays[name], axis=0) == pytest.approx(np.sort(own.arrays[name], axis=0), abs=1e-4)
 
 
+@pytest.mark.heavy
 def test_the_answers_to_a_batch_file_are_read(tmp_path: Path) -> None:
     """By ids where an engine gives them, else by the texts, which lack the token that ended them."""
     ended, own = read(tmp_path)
@@ -278,6 +280,7 @@ def test_texts_of_transformers_have_the_figures_of_own_ones(tmp_path: Path) -> N
         assert own["num_prompts"] == other["num_prompts"] == 4
 
 
+@pytest.mark.heavy
 def test_a_draft_that_proposes_along_the_text_has_the_law_of_one_that_reads_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -291,6 +294,7 @@ def test_a_draft_that_proposes_along_the_text_has_the_law_of_one_that_reads_it(
         assert next(found) == pytest.approx(next(found), abs=1e-4)
 
 
+@pytest.mark.heavy
 def test_one_pass_of_the_target_serves_two_heads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both have the numbers of one that reads alone."""
     words = ("num_samples=2", "max_new_tokens=12", "task.longest=2")
@@ -327,6 +331,7 @@ def test_an_interrupted_reading_is_resumed_to_the_same_file(tmp_path: Path, monk
     assert files[0] == files[1]
 
 
+@pytest.mark.heavy
 def test_a_reading_is_resumed_with_the_same_texts_alone(tmp_path: Path) -> None:
     ended, _ = read(tmp_path, name="whole")
     folder = Path(ended.run_dir)
@@ -346,6 +351,7 @@ def write_lines(tmp_path: Path, *records: dict[str, Any]) -> str:
     return f"task.texts={tmp_path}/texts.jsonl"
 
 
+@pytest.mark.heavy
 def test_texts_that_the_target_cannot_have_made_are_refused(tmp_path: Path) -> None:
     def refused(name: str, *words: str) -> str:
         ended = launch(*READ, *words, f"run_dir={tmp_path}/{name}")

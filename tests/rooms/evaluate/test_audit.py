@@ -2,17 +2,21 @@
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+import shutil
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree as Xml
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from llama_ssp import load
 from llama_ssp.rooms.evaluate.audit import asking
 from llama_ssp.rooms.serve.records import ServeConfig
 from tests.helpers.composed import check_refused
+from tests.helpers.hub import shipped
 from tests.helpers.in_process import Ended, launch
 from tests.helpers.lanes import first, heavy, slow
 from tests.rooms.evaluate import proxy as proxies
@@ -20,6 +24,7 @@ from tests.rooms.evaluate.law_faults import plant
 from tests.rooms.evaluate.proxy import Fault, proxy
 from tests.rooms.serve.server import Server, serving
 
+Audit = Callable[..., Ended]
 CONTEXT, FEW = 96, ("tokens=600", "concurrency=16", "batch_size=16", "max_new_tokens=24")
 OF_PROXY: dict[str, tuple[Fault, str]] = {
     "top-k ignored": (proxies.without("top_k"), "top_k"),
@@ -33,11 +38,28 @@ OF_PROXY: dict[str, tuple[Fault, str]] = {
 ROUNDED: list[dict[str, Any]] = [{"dtype": "bf16"}, {"quantization": "int8_weight_only"}]
 WHOLE, ALWAYS = dict(asking.PROCESSORS), 1
 """The first of them run always, and the others with --heavy."""
+NOISE = 0.2
+"""Of the draft's weights, in their own standard deviations: it keeps seven of ten tokens."""
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with serving(load("tiny", "tiny-draft"), batch_size=16, task=ServeConfig(port=0, max_length=CONTEXT)) as server:
+def pair(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """A small target and a draft that differs from it: the shipped draft, and a copy with noise."""
+    own = shipped("tiny-draft")
+    folder = tmp_path_factory.mktemp("pair") / "noisy"
+    shutil.copytree(own, folder)
+    generator, weights = torch.Generator().manual_seed(0), load_file(own / "model.safetensors")
+    noisy = {
+        name: weight + NOISE * weight.std() * torch.randn(weight.shape, generator=generator).to(weight.dtype)
+        for name, weight in weights.items()
+    }
+    save_file(noisy, folder / "model.safetensors", metadata={"format": "pt"})
+    return ["tiny-draft", str(folder)]
+
+
+@pytest.fixture(scope="module")
+def server(pair: list[str]) -> Iterator[Server]:
+    with serving(load(*pair), batch_size=16, task=ServeConfig(port=0, max_length=CONTEXT)) as server:
         yield server
 
 
@@ -49,8 +71,14 @@ def _few_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(asking, "MOST_END", 1)
 
 
-def audit(url: str, folder: Path, *words: str) -> Ended:
-    return launch("task=audit", f"task.url={url}", *FEW, *words, f"run_dir={folder}")
+@pytest.fixture(scope="module")
+def audit(pair: list[str]) -> Audit:
+    """Audits the server of the pair at an address, in a run folder."""
+    target, draft = pair
+    models = f"model={target}", "draft=local", f"draft.model.path={draft}"
+    return lambda url, folder, *words: launch(
+        "task=audit", f"task.url={url}", *models, *FEW, *words, f"run_dir={folder}"
+    )
 
 
 def outcomes(folder: Path) -> dict[str, str]:
@@ -73,7 +101,9 @@ def of_size(fault: str, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
 
 
 @pytest.mark.heavy
-def test_the_law_of_our_own_server_holds(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_law_of_our_own_server_holds(
+    server: Server, audit: Audit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Alone, the most probable false alarm has a probability of 0.001."""
     monkeypatch.setattr(asking, "PROCESSORS", WHOLE)
     monkeypatch.setattr(asking, "NUM_PROCESSED", 8)
@@ -92,7 +122,7 @@ def test_the_law_of_our_own_server_holds(server: Server, tmp_path: Path, monkeyp
 @pytest.mark.parametrize("fault", first(OF_PROXY, num=ALWAYS))
 @pytest.mark.parametrize("seed", [0, *(slow(seed) for seed in range(1, 10))])
 def test_a_fault_of_the_answers_is_found(
-    fault: str, seed: int, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fault: str, seed: int, *, server: Server, audit: Audit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = of_size(fault, monkeypatch)
     with proxy(server, OF_PROXY[fault][0]) as (url, _):
@@ -106,10 +136,10 @@ def test_a_fault_of_the_answers_is_found(
 @pytest.mark.heavy
 @pytest.mark.parametrize("fault", ["wrong residual", "shared uniforms"])
 @pytest.mark.parametrize("seed", [0, *(slow(seed) for seed in range(1, 10))])
-def test_a_fault_of_the_rule_is_found(fault: str, seed: int, tmp_path: Path) -> None:
+def test_a_fault_of_the_rule_is_found(fault: str, seed: int, pair: list[str], audit: Audit, tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         plant(fault, patch)
-        with serving(load("tiny", "tiny-draft"), batch_size=16, task=ServeConfig(port=0)) as faulty:
+        with serving(load(*pair), batch_size=16, task=ServeConfig(port=0)) as faulty:
             ended = audit(f"http://127.0.0.1:{faulty.port}/v1", tmp_path, f"seed={1000 * seed}", "tokens=4000")
     assert ended.code == 1, ended.err
     assert {name for name, outcome in outcomes(tmp_path).items() if outcome == "failed"} == {"law"}
@@ -117,7 +147,7 @@ def test_a_fault_of_the_rule_is_found(fault: str, seed: int, tmp_path: Path) -> 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(40))
-def test_a_true_server_is_not_accused(seed: int, server: Server, tmp_path: Path) -> None:
+def test_a_true_server_is_not_accused(seed: int, server: Server, audit: Audit, tmp_path: Path) -> None:
     with proxy(server) as (url, _):
         audit(url, tmp_path, f"seed={1000 * seed}", "tokens=2000").well()
 
@@ -125,8 +155,10 @@ def test_a_true_server_is_not_accused(seed: int, server: Server, tmp_path: Path)
 @pytest.mark.parametrize(
     ("settings", "seeds"), [heavy({"dtype": "bf16"}, [0]), *(slow(each, range(20)) for each in ROUNDED)]
 )
-def test_rounding_is_no_fault(settings: dict[str, Any], seeds: Sequence[int], tmp_path: Path) -> None:
-    with serving(load("tiny", "tiny-draft", **settings), batch_size=16, task=ServeConfig(port=0)) as rounded:
+def test_rounding_is_no_fault(
+    settings: dict[str, Any], seeds: Sequence[int], pair: list[str], audit: Audit, tmp_path: Path
+) -> None:
+    with serving(load(*pair, **settings), batch_size=16, task=ServeConfig(port=0)) as rounded:
         for seed in seeds:
             folder, size = tmp_path / str(seed), "tokens=600" if len(seeds) == 1 else "tokens=6000"
             ended = audit(f"http://127.0.0.1:{rounded.port}/v1", folder, f"seed={1000 * seed}", size)
@@ -134,7 +166,8 @@ def test_rounding_is_no_fault(settings: dict[str, Any], seeds: Sequence[int], tm
             assert re.search(r"rounding moves a sum by 0\.\d+ standard", (folder / "audit.md").read_text())
 
 
-def test_a_lost_connection_loses_and_repeats_nothing(server: Server, tmp_path: Path) -> None:
+@pytest.mark.heavy
+def test_a_lost_connection_loses_and_repeats_nothing(server: Server, audit: Audit, tmp_path: Path) -> None:
     with proxy(server, loses=0.1) as (url, asked):
         audit(url, tmp_path).well()
     kept = [json.loads(line)[0] for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
@@ -146,7 +179,7 @@ def test_a_lost_connection_loses_and_repeats_nothing(server: Server, tmp_path: P
 
 
 @pytest.mark.heavy
-def test_an_audit_goes_on_where_it_was_stopped(server: Server, tmp_path: Path) -> None:
+def test_an_audit_goes_on_where_it_was_stopped(server: Server, audit: Audit, tmp_path: Path) -> None:
     with proxy(server) as (url, asked):
         audit(url, tmp_path / "whole").well()
         num_whole = len(asked)
@@ -162,7 +195,7 @@ def test_an_audit_goes_on_where_it_was_stopped(server: Server, tmp_path: Path) -
 
 
 @pytest.mark.heavy
-def test_a_server_without_its_draft_is_the_null(server: Server, tmp_path: Path) -> None:
+def test_a_server_without_its_draft_is_the_null(server: Server, audit: Audit, tmp_path: Path) -> None:
     with (
         proxy(server) as (url, _),
         proxy(server, proxies.with_settings(lambda body: body | {"speculative": False})) as (
@@ -208,7 +241,7 @@ def test_two_servers_are_compared_without_weights(server: Server) -> None:
     ],
 )
 def test_a_server_that_cannot_be_judged_gets_a_sentence(
-    fault: Fault, sentence: str, server: Server, tmp_path: Path
+    fault: Fault, sentence: str, server: Server, audit: Audit, tmp_path: Path
 ) -> None:
     words = ("prompt=def",) if "sample" in sentence else ()
     with proxy(server, fault) as (url, _):
@@ -217,7 +250,7 @@ def test_a_server_that_cannot_be_judged_gets_a_sentence(
     assert sentence in ended.err
 
 
-def test_without_a_server_there_is_a_sentence(tmp_path: Path) -> None:
+def test_without_a_server_there_is_a_sentence(audit: Audit, tmp_path: Path) -> None:
     audit("http://127.0.0.1:9/v1", tmp_path).check_refusal("http://127.0.0.1:9/v1 does not answer", "start the server")
 
 

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.nn.functional import pad
 from transformers import AutoModelForCausalLM
 
 from benchmarks.families import MORE
@@ -30,6 +32,7 @@ from llama_ssp.settings.schema import ADAPTIVE, MODEL_DRAFT, DrafterConfig, RunC
 from llama_ssp.speculate.engine.round import DraftChoice
 from llama_ssp.weights.checkpoint import SINGLE_FILE, inspect
 from tests.helpers import head_drafts
+from tests.helpers.draft_heads import inspect_pair
 from tests.helpers.edits import edit_json
 from tests.helpers.head_drafts import NUM_DRAFTED, Seen, check_greedy
 from tests.helpers.lanes import heavy, slow
@@ -146,6 +149,39 @@ def test_a_text_is_the_same_beside_others_and_in_a_run_that_goes_on_after_its_fi
     head = load(origin, runner)
     rest = head_drafts.decode(runner, OnePassDrafter, head, origin.layers, width=WIDTH, prompts=PROMPTS[1:])
     assert [each.token_ids for each in rest] == [each.token_ids for each in whole[1:]]
+
+
+@pytest.mark.parametrize(
+    ("layout", "vocab_size"),
+    [(SELECTING, 226), (SELECTING, 222), heavy(FORGED, 222), heavy("recurrent dspark", 226),
+     heavy("recurrent dspark", 222), heavy(FORGED, 226)],
+)  # fmt: skip
+def test_a_vocabulary_that_is_padded_otherwise_than_the_target_s_is_one(
+    layout: str, vocab_size: int, tmp_path: Path
+) -> None:
+    """Of more tokens the last ones are drafted never; of fewer, others are read as zeros."""
+    (target, _), seen = save_pair(tmp_path, layout), Seen()
+    library: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "target", dtype="float32")
+    own = make_tensors(layout)
+    of_tokens = {name for name, each in own.items() if len(each) == VOCABULARY}
+    assert of_tokens
+    for name in of_tokens:  # a value that would be seen
+        own[name] = pad(own[name], (0, 0, 0, vocab_size - VOCABULARY), value=2.0)
+    save_head(tmp_path / "head", layout, own, vocab_size=vocab_size)
+    origin = inspect_pair(tmp_path)[1]
+    check_model(origin, num_ranks=2)
+    decode(load(target), origin, seen=seen, batch_size=2)
+    fitted = own | {name: pad(own[name], (0, 0, 0, VOCABULARY - vocab_size)) for name in of_tokens}
+    parts = library.get_input_embeddings(), library.get_output_embeddings()
+    table_VE, output_VE = (part.weight.detach() for part in parts)
+    how = {"table_VE": table_VE, "output_VE": output_VE, "num_drafted": NUM_DRAFTED}
+    num_drafted = VOCABULARY if layout in {SELECTING, FORGED} else min(vocab_size, VOCABULARY)
+
+    def wanted(*text: Any) -> Tensor:
+        logits_V = reference(layout, fitted, *text, **how)
+        return logits_V.index_fill_(0, torch.arange(num_drafted, VOCABULARY), float("-inf"))
+
+    assert head_drafts.check(seen, library, taps_of(layout), None, wanted) > 40
 
 
 @pytest.mark.parametrize("layout", CONFIGS)

@@ -47,6 +47,7 @@ def server(served: Pair) -> Iterator[Server]:
         yield server
 
 
+@pytest.mark.heavy
 def test_mixed_requests_have_the_texts_of_runs_of_their_own(pair: Pair, server: Server) -> None:
     """Greedy and sampled, with processors, seeds and several samples, at the same time."""
     asked: list[dict[str, Any]] = [
@@ -491,6 +492,7 @@ def test_clients_of_a_server_that_fails_get_an_error_in_json(pair: Pair) -> None
     assert (status, answer["error"]["type"]) == (503, "server_error")
 
 
+@pytest.mark.heavy
 def test_idle_connections_stay_open_as_long_as_the_page_says(pair: Pair) -> None:
     """Only what closes silent ones, after 30 to 60 s, ends them."""
     with serving(pair) as server, closing(server.connect()) as connection:

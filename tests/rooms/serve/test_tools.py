@@ -99,7 +99,7 @@ def answer_to(pair: Pair, text: str, *, asked: dict[str, Any], step: int = 0, re
 
 @pytest.mark.parametrize("step", [0, 1, 3])
 def test_calls_in_an_answer_are_read_whole_and_streamed(served: Pair, form: str, step: int) -> None:
-    texts = [written(form, "weather", city='Köln "</tool_call'), written(form, "grow-tree", leaf=3)]
+    texts = [written(form, "weather", city='Köln "</tool_call>"'), written(form, "grow-tree", leaf=3)]
     text = "".join(part.replace("{call}", call) for part, call in zip(CALLS[form], texts, strict=True))
     lead = "" if form == "llama" else "Let me see.\n\n"
     whole, streamed = answer_to(served, lead + text, asked={"tools": [WEATHER, GROW]}, step=step)
@@ -107,7 +107,7 @@ def test_calls_in_an_answer_are_read_whole_and_streamed(served: Pair, form: str,
     assert whole["finish_reason"] == "tool_calls"
     assert message.get("content") == (lead.strip() or None)
     found = [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in message["tool_calls"]]
-    assert found == [("weather", {"city": 'Köln "</tool_call'}), ("grow-tree", {"leaf": 3})]
+    assert found == [("weather", {"city": 'Köln "</tool_call>"'}), ("grow-tree", {"leaf": 3})]
     assert len({call["id"] for call in message["tool_calls"]}) == 2
     assert all(call["type"] == "function" and len(call["id"]) == 9 for call in message["tool_calls"])
     assert streamed == {name: value for name, value in message.items() if name != "role"}
@@ -148,7 +148,7 @@ def test_a_call_that_is_cut_is_text_and_those_before_it_are_calls(served: Pair, 
 
 
 @pytest.mark.usefixtures("form")
-@pytest.mark.parametrize("choice", first(["required", "named", "single"], num=2))
+@pytest.mark.parametrize("choice", first(["required", "named", "single"]))
 @pytest.mark.parametrize("temperature", first([0, 1]))
 def test_the_openai_package_gets_the_calls_that_it_asks_for(server: Server, choice: str, temperature: float) -> None:
     import openai  # all workers would, and it takes a second

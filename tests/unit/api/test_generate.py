@@ -144,6 +144,7 @@ def test_a_text_continues_its_prompt_exactly_also_where_the_tokenizer_drops_the_
     assert any(each.text.startswith(" ") for each in found), "no text begins with a space: the test shows nothing"
 
 
+@pytest.mark.heavy
 def test_a_conversation_goes_on_from_what_the_cache_holds(pair: Pair) -> None:
     """Also where the cache has grown, and with the texts of calls that read everything."""
     talking, prompt, found = replace(pair), list(range(300, 330)), list[Completion]()

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import mypy.api
 import pytest
@@ -41,6 +42,14 @@ def models() -> tuple[PreTrainedModel, PreTrainedModel]:
 def tokenizer() -> PreTrainedTokenizerBase:
     loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(TINY)
     return loaded
+
+
+@pytest.mark.parametrize(
+    ("number", "words"), [(-1, "at least 0 rows"), ("2", "a whole number"), (True, "a whole number")]
+)
+def test_a_wrong_number_of_spare_rows_is_one_sentence(number: Any, words: str) -> None:  # noqa: ANN401
+    with pytest.raises(ConfigError, match=f"^spare_rows={number!r} must be {words}"):
+        load(TINY, spare_rows=number)
 
 
 def test_loaded_models_give_the_text_of_their_folders(models: tuple[PreTrainedModel, PreTrainedModel]) -> None:

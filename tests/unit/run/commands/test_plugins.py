@@ -75,6 +75,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.heavy
 def test_the_drafter_of_the_page_drafts_from_its_protocol_alone(tmp_path: Path) -> None:
     section = (ROOT / "docs" / "extending.md").read_text().partition("## A drafter")[2].partition("\n## ")[0]
     drafter, record, option = re.findall(r"```\w+\n(.*?)```", section, re.DOTALL)

@@ -240,7 +240,7 @@ def test_trees(kind: str, mode: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "num_targets", "mode"), [(2, 1, "by row"), heavy(2, 1, "sampled"), heavy(3, 2, "by row")]
+    ("num_ranks", "num_targets", "mode"), [heavy(2, 1, "by row"), (2, 1, "sampled"), heavy(3, 2, "by row")]
 )
 def test_rounds_that_overlap_on_ranks(num_ranks: int, num_targets: int, mode: str) -> None:
     make = partial(overlapped_decoder, sampling=MODES[mode], batch_size=2, num_draft_tokens=4)

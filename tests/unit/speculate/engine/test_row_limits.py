@@ -62,6 +62,7 @@ def test_rows_accept_no_more_than_they_take_and_count_no_more_as_examined() -> N
         assert most == 0 or max(each.accepted_lengths) == min(taken, 4)
 
 
+@pytest.mark.heavy
 def test_a_row_depends_on_no_other_one_and_on_no_executor() -> None:
     wanted = ids_of(decoded())
     for options in ({"batch_size": 1}, {"batch_size": 2, "replay": False}, {"batch_size": 3, "replay": WatchedGraphs}):
