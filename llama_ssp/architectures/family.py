@@ -26,7 +26,7 @@ def kinds() -> Mapping[str, Mapping[str, Any]]:
 
     `without_plan`: neither the library nor a record of ours has a tensor-parallel plan. `is_encoder`: it is one unless
     its files say `is_decoder`. `fails`: why it does not run with the static cache. Of a model that also reads images
-    or audio, `text` is the kind of its text part, and `sets` has fields that the library sets there.
+    or audio, `text` is the kind of its text part, empty if no text of it was seen equal to the library's.
     """
     found: dict[str, Any] = json.loads((files(__package__) / "kinds.json").read_text())
     return found
@@ -134,21 +134,25 @@ _OF_BOTH = (
 )  # fmt: skip
 
 
+def _holder(content: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The part of a config.json that has the text part: of a model that also speaks, its thinker."""
+    holder = content.get("thinker_config", content)
+    return holder if isinstance(holder, dict) else content
+
+
 def text_part(content: Mapping[str, Any]) -> Mapping[str, Any]:
     """The part of a config.json that describes the decoder of text; all of a text model's.
 
     A part without a kind, and fields of a text part on top, are of the kind that transformers gives the part.
     """
-    holder = content.get("thinker_config", content)
-    holder = holder if isinstance(holder, dict) else content
+    holder = _holder(content)
     unsaid = kinds().get(str(holder.get("model_type")), {}).get("text")
     text = next((holder[name] for name in TEXT_PARTS if isinstance(holder.get(name), dict)), None)
     part = content
     if text is not None and isinstance(kind := text.get("model_type") or unsaid, str):
         both = {name: content[name] for name in _OF_BOTH if name in content}
         ties = {name: holder[name] for name in (_TIES,) if holder.get(name) is not None}
-        sets = kinds().get(str(holder.get("model_type")), {}).get("sets", {})
-        part = {**both, **sets, **text, **ties, "model_type": kind}
+        part = {**both, **text, **ties, "model_type": kind}
     elif text is None and unsaid:
         part = {**content, "model_type": unsaid}
     model_type = part.get("model_type")
@@ -172,7 +176,12 @@ def check_kind(content: Mapping[str, Any], where: object) -> None:
 
     Kinds that are unknown here are left to the installed transformers.
     """
-    part, classes = text_part(content), content.get("architectures") or []
+    part, classes, whole = text_part(content), content.get("architectures") or [], _holder(content).get("model_type")
+    if isinstance(whole, str) and not kinds().get(whole, {}).get("text", whole):
+        raise PlacementError(
+            f"{where} has a {whole} model, whose text part is not compared with transformers': a text model is "
+            "required, or a model that reads images or audio of docs/guides/models.md"
+        )
     model_type = part.get("model_type")
     if not isinstance(model_type, str) or model_type in kinds() or record_of(model_type).is_written:
         return

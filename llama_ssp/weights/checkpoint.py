@@ -90,7 +90,7 @@ def inspect(folder: Path, *, config_alone: bool = False) -> Checkpoint:
         )
     if head:
         config.update({"vocab_size": shape.vocab_size})
-    tensors = {} if config_alone else _list_tensors(folder, is_head=head is not None)
+    tensors: Mapping[str, ListedTensor] = {} if config_alone else _list_tensors(folder, is_head=head is not None)
     if text is not content and tensors:
         tensors = text_tensors(tensors, str(content.get("model_type")), width=shape.hidden_size)
         has_head = any(name.startswith(_HEAD) for name in tensors)

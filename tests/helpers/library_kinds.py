@@ -56,14 +56,19 @@ FAILS = dict.fromkeys(_WITHOUT_POSITIONS, "they take no positions of tokens") | 
     "openai-gpt": "RuntimeError: The size of tensor a must match the size of tensor b",
 }
 """Kinds that do not run, and why."""
-_SET = ("use_bidirectional_attention",)
 TEXTS = ("mistral4",)
 """Kinds with a causal language model that the library's mapping lacks, which stand in parts of other kinds."""
-WITHOUT_TEXT = (
-    "blip_text_model", "diffusion_gemma_text", "kosmos_2_5_text_model", "kosmos_2_text_model", "mistral_large4_text",
-    "pix2struct_text_model", "pp_formulanet_text", "voxtral_realtime_text",
+EQUAL = (
+    "aria", "aya_vision", "cohere2_vision", "cosmos3_edge", "cosmos3_omni", "deepseek_vl", "deepseek_vl_hybrid",
+    "exaone4_5", "fuyu", "gemma3", "gemma3n", "gemma4", "gemma4_unified", "glm46v", "glm4v", "glm4v_moe", "glm_ocr",
+    "glmasr", "glmga", "got_ocr2", "granite_docling", "granite_speech", "granite_speech_plus", "hunyuan_vl",
+    "hyperclovax_vision_v2", "idefics2", "idefics3", "internvl", "kimi_k25", "lfm2_vl", "lighton_ocr", "llava",
+    "llava_next", "llava_next_video", "llava_onevision", "mistral3", "moss_transcribe_diarize", "paddleocr_vl",
+    "pp_chart2table", "qianfan_ocr", "qwen2_5_omni_thinker", "qwen2_5_vl", "qwen2_audio", "qwen2_vl", "qwen3_5",
+    "qwen3_5_moe", "qwen3_asr", "qwen3_vl", "qwen3_vl_moe", "smolvlm", "video_llama_3", "video_llava", "vipllava",
+    "voxtral",
 )  # fmt: skip
-"""Text parts that continue no text without an image or a sound, write blocks, or have matrices in another order."""
+"""Kinds that also read images or audio whose tiny model has the same text here as in the library."""
 _TINY = {
     **dict.fromkeys(("num_layers", "n_layer", "decoder_layers", "encoder_layers"), 2),
     **dict.fromkeys(("num_heads", "n_head", "decoder_attention_heads", "encoder_attention_heads"), 8),
@@ -100,16 +105,9 @@ def text_kinds() -> dict[str, str]:
     return found
 
 
-def _set_in_text(kind: str) -> dict[str, Any]:
-    """Fields that a model gives its text part beside the defaults of that part's kind."""
-    text = CONFIG_MAPPING[kind]().get_text_config()
-    alone = type(text)()
-    return {name: vars(text)[name] for name in _SET if vars(text).get(name) != vars(alone).get(name)}
-
-
 def library_kinds() -> dict[str, dict[str, Any]]:
     found, parts = {}, text_kinds()
-    alone = {kind for kind in {*parts.values(), *TEXTS} - {*WITHOUT_TEXT} if kind in CONFIG_MAPPING}
+    alone = {*(parts[kind] for kind in EQUAL), *TEXTS}
     for kind in sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES} | alone):
         config = CONFIG_MAPPING[kind]
         given = {each.name: each.default for each in fields(config)}
@@ -126,9 +124,8 @@ def library_kinds() -> dict[str, dict[str, Any]]:
         }  # fmt: skip
         found[kind] = {key: value for key, value in facts.items() if value}
     for kind, text in parts.items():
-        if text in found:
-            sets = _set_in_text(kind)
-            found[kind] = found.get(kind, {}) | {"text": text} | ({"sets": sets} if sets else {})
+        if kind in EQUAL or _may_run(text):
+            found[kind] = found.get(kind, {}) | {"text": text if kind in EQUAL else ""}
     return dict(sorted(found.items()))
 
 

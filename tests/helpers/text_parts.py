@@ -46,8 +46,8 @@ def tiny_whole(kind: str, text_kind: str = "", **changes: object) -> PretrainedC
     text = {**SIZES, **tiny_sizes(text_kind), "pad_token_id": 0, **dict.fromkeys(_UNSET), **changes}
     of_text = _of_kind(CONFIG_MAPPING[text_kind], text)
     sizes["text_config"] = of_text | {"model_type": text_kind} | _rope(text_kind, text)
-    config: PretrainedConfig = CONFIG_MAPPING[kind](**sizes)
-    return config
+    config_class: Any = CONFIG_MAPPING[kind]
+    return config_class(**sizes)  # type: ignore[no-any-return]
 
 
 def _of_kind(config: type[PretrainedConfig], sizes: Content) -> Content:
@@ -69,8 +69,8 @@ def _rope(kind: str, sizes: Content) -> Content:
 def build_whole(folder: Path, config: PretrainedConfig) -> PreTrainedModel:
     """Save a model with random weights into `folder`; returns it as the library holds it."""
     has_images = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-    mapping = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if has_images else MODEL_FOR_MULTIMODAL_LM_MAPPING
-    model: Any = mapping[type(config)](config)
+    mapping: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if has_images else MODEL_FOR_MULTIMODAL_LM_MAPPING
+    model = mapping[type(config)](config)
     generator = torch.Generator().manual_seed(0)
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator) * 0.1
@@ -124,7 +124,11 @@ LAYOUTS = {
     "InternVL, llm_config": Layout(kind="internvl", edit=_as_llm),
     "Qwen2.5 Omni": Layout(kind="qwen2_5_omni_thinker", edit=_in_thinker, prefix="thinker."),
 }
-"""Gemma 3n, whose images need a package more, is built by `save_gemma3n`."""
+"""Gemma 3n, whose images need a package more, and Gemma 4 are built by `save_gemma`."""
+WINDOWS: dict[str, Content] = {
+    kind: {"sliding_window": 6} for kind in ("aya_vision", "cohere2_vision", "exaone4_5", "gemma4_unified")
+}
+"""Sizes of kinds whose text part always has windows."""
 
 
 def save_layout(folder: Path, layout: Layout) -> PreTrainedModel:
@@ -138,11 +142,11 @@ def save_layout(folder: Path, layout: Layout) -> PreTrainedModel:
     return model
 
 
-def save_gemma3n(folder: Path, **sizes: object) -> PreTrainedModel:
-    """Save the text model of a Gemma 3n as its whole model has it; returns the text model."""
-    model = build_checkpoint(folder, "gemma3n_text", **sizes)
+def save_gemma(folder: Path, kind: str, **sizes: Any) -> PreTrainedModel:
+    """Save the text model of a Gemma 3n or 4 as its whole model has it; returns the text model."""
+    model = build_checkpoint(folder, f"{kind}_text", **sizes)
     text = json.loads((folder / CONFIG_FILE).read_text())
-    (folder / CONFIG_FILE).write_text(json.dumps({"model_type": "gemma3n", "text_config": text}))
+    (folder / CONFIG_FILE).write_text(json.dumps({"model_type": kind, "text_config": text}))
     edit_tensors(folder / "model.safetensors", lambda found: _rename(found, "model.language_model.", "model."))
     assert any(name.startswith("model.language_model.") for name in load_file(folder / "model.safetensors"))
     return model

@@ -8,7 +8,7 @@ Shapes: B sequences, T positions, V vocabulary.
 from functools import cache
 from importlib import import_module
 from inspect import isclass
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
@@ -17,12 +17,10 @@ from transformers.modeling_outputs import CausalLMOutput
 from llama_ssp.untyped import LibraryPart
 
 
-@cache
 def causal_class(config_class: type[PretrainedConfig]) -> type[PreTrainedModel]:
     """The class for configurations of a class; LookupError if transformers has no decoder for them."""
     if config_class in MODEL_FOR_CAUSAL_LM_MAPPING:
-        found: type[PreTrainedModel] = MODEL_FOR_CAUSAL_LM_MAPPING[config_class]
-        return found
+        return cast("type[PreTrainedModel]", MODEL_FOR_CAUSAL_LM_MAPPING[config_class])
     module = import_module(config_class.__module__.replace(".configuration_", ".modeling_"))
     classes = [
         each for each in vars(module).values()
@@ -32,13 +30,15 @@ def causal_class(config_class: type[PretrainedConfig]) -> type[PreTrainedModel]:
         return causal[0]
     if not classes:
         raise LookupError(config_class)
-    return _with_head(classes[-1])
+    body: Any = classes[-1]
+    return _with_head(body)
 
 
+@cache
 def _with_head(body: Any) -> type[PreTrainedModel]:  # noqa: ANN401 - a class of the library, and its base
     """A causal language model of a decoder without an output."""
 
-    class TextModel(body.__base__):  # type: ignore[misc,name-defined]
+    class TextModel(body.__base__):  # type: ignore[misc]
         config_class = body.config_class
         base_model_prefix = "model"
         _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012 - the library's form

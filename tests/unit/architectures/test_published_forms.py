@@ -72,9 +72,9 @@ FORMS: dict[str, tuple[dict[str, Any], str]] = {
     "GLM-4V": (inside("glm4v", "glm4v_text"), ""),
     "Mistral 4": (inside("mistral3", "mistral4", **LATENT), ""),
     "Qwen2.5 Omni": (omni("qwen2_5_omni"), ""),
-    "Qwen3 Omni": (omni("qwen3_omni_moe"), ""),
+    "Qwen3 Omni": (omni("qwen3_omni_moe"), "a qwen3_omni_moe_thinker model, whose text part is not compared"),
     "Voxtral Realtime": (
-        inside("voxtral_realtime", "voxtral_realtime_text"), PART.format("voxtral_realtime_text", "voxtral_realtime")
+        inside("voxtral_realtime", "voxtral_realtime_text"), "a voxtral_realtime model, whose text part is not compared"
     ),
     "an unknown text part": (inside("future_vl", "future_text"), PART.format("future_text", "future_vl")),
     "T5": (

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from transformers import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from llama_ssp.architectures import reading
 from llama_ssp.architectures.family import inventory, kinds
@@ -23,9 +22,9 @@ from tests.helpers.decoders import complete, make_decoder
 from tests.helpers.edits import edit_tensors
 from tests.helpers.fake_comm import on_ranks, thread_comms
 from tests.helpers.lanes import heavy
-from tests.helpers.library_kinds import WITHOUT_TEXT, text_kinds
+from tests.helpers.library_kinds import EQUAL, text_kinds
 from tests.helpers.models import FAMILIES, build_checkpoint, load_ranks, refusal
-from tests.helpers.text_parts import LAYOUTS, save_gemma3n, save_layout
+from tests.helpers.text_parts import LAYOUTS, WINDOWS, Layout, save_gemma, save_layout
 from tests.helpers.texts import part_at_a_near_tie, read_greedy
 
 PROMPTS = ((5, 3, 4), tuple(range(2, 30)))
@@ -68,8 +67,9 @@ def test_a_published_layout_has_one_verdict_and_the_texts_of_the_whole_model(
 
 
 @pytest.mark.heavy
-def test_a_gemma_3n_has_the_texts_of_its_text_model(tmp_path: Path) -> None:
-    model = save_gemma3n(tmp_path, **FAMILIES["gemma4_text"] | {"intermediate_size": 160, "num_hidden_layers": 4})
+@pytest.mark.parametrize("kind", ["gemma3n", "gemma4"])
+def test_a_gemma_has_the_texts_of_its_text_model(kind: str, tmp_path: Path) -> None:
+    model = save_gemma(tmp_path, kind, **FAMILIES["gemma4_text"] | {"intermediate_size": 160, "num_hidden_layers": 4})
     assert not refusal(partial(check_readable, tmp_path, "none"))
     compare_texts(tmp_path, model, num_ranks=1)
 
@@ -102,24 +102,13 @@ def test_a_text_part_without_a_kind_has_the_one_that_transformers_gives_it(tmp_p
     assert inspect(tmp_path).config.model_type == read_config(tmp_path)[0].model_type == "gemma3_text"
 
 
-def test_fields_that_a_whole_model_sets_in_its_text_part_count(tmp_path: Path) -> None:
-    """The prompt of a PaliGemma attends in both directions."""
-    build_checkpoint(tmp_path, "gemma")
-    text = json.loads((tmp_path / CONFIG_FILE).read_text())
-    text.pop("use_bidirectional_attention", None)
-    (tmp_path / CONFIG_FILE).write_text(json.dumps({"model_type": "paligemma", "text_config": text}))
-    said = refusal(partial(check_readable, tmp_path, "none"))
-    assert "attends in both directions" in said
-    assert refusal(lambda: check_model(inspect(tmp_path), num_ranks=1)) == said
-
-
 def test_experts_that_are_stored_the_other_way_round_are_read_in_parts(tmp_path: Path) -> None:
     save_layout(tmp_path, LAYOUTS["Qwen3-VL-MoE"])
     name = "model.layers.0.mlp.experts.gate_up_proj"
     found = inspect(tmp_path)
     stored = found.tensors[name]
     whole = stored.read()
-    assert whole.shape == stored.shape == (4, 2 * 48, 64)
+    assert [*whole.shape] == [*stored.shape] == [4, 2 * 48, 64]
     for dim, part in (0, range(1, 3)), (1, range(10, 30)), (2, range(5, 9)):
         assert torch.equal(stored.read(dim=dim, parts=[part]), whole.narrow(dim, part.start, len(part)))
 
@@ -138,11 +127,32 @@ def test_a_folder_of_images_alone_is_refused_by_a_sentence(tmp_path: Path) -> No
     assert refusal(lambda: inspect(tmp_path)) == said
 
 
+@pytest.mark.parametrize("kind", ["muse_spark", "paligemma"])
+def test_kinds_whose_text_was_not_seen_equal_have_one_refusal(kind: str, tmp_path: Path) -> None:
+    build_checkpoint(tmp_path, "llama")
+    text = json.loads((tmp_path / CONFIG_FILE).read_text())
+    (tmp_path / CONFIG_FILE).write_text(json.dumps({"model_type": kind, "text_config": text}))
+    said = refusal(partial(check_readable, tmp_path, "none"))
+    assert f"a {kind} model, whose text part is not compared with transformers'" in said
+    assert refusal(lambda: inspect(tmp_path)) == said
+
+
 @pytest.mark.heavy
 def test_text_parts_are_those_of_the_installed_transformers() -> None:
-    """Each has a class that continues texts, unless it is refused by name."""
-    for kind, text in text_kinds().items():
-        assert kinds().get(kind, {}).get("text") == (text if text in kinds() else None)
-        assert (text not in kinds()) == (text in WITHOUT_TEXT or text not in CONFIG_MAPPING), text
-        if text in kinds() and text not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-            assert causal_class(CONFIG_MAPPING[text])
+    """Each that runs has a class that continues texts."""
+    texts = text_kinds()
+    assert {*EQUAL} == {kind for kind in texts if kinds().get(kind, {}).get("text")}
+    for kind in EQUAL:
+        assert kinds()[kind]["text"] == texts[kind]
+        assert causal_class(CONFIG_MAPPING[texts[kind]])
+
+
+_ELSEWHERE = {"gemma3n", "gemma4", "qwen3_5", "qwen3_5_moe", *(layout.kind for layout in LAYOUTS.values())}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", sorted({*EQUAL} - _ELSEWHERE))
+def test_a_kind_that_runs_has_the_texts_of_the_whole_model(kind: str, tmp_path: Path) -> None:
+    model = save_layout(tmp_path, Layout(kind=kind, sizes=WINDOWS.get(kind, {})))
+    assert not refusal(partial(check_readable, tmp_path, "none"))
+    compare_texts(tmp_path, model, num_ranks=1)
