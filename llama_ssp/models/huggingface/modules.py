@@ -25,11 +25,11 @@ from llama_ssp.architectures.family import check_servable, record_of
 from llama_ssp.architectures.matrices import WholeParts, cut_of
 from llama_ssp.errors import CheckpointError, ConfigError
 from llama_ssp.kernels.linear import Kernel, Linear
+from llama_ssp.models.huggingface import texts
 from llama_ssp.models.huggingface.attention import BY_POSITION
 from llama_ssp.models.huggingface.experts import OwnExperts, can_be_own, experts_of
 from llama_ssp.models.huggingface.families import adapt
 from llama_ssp.models.huggingface.latents import projections, unpack
-from llama_ssp.models.huggingface.texts import causal_class
 from llama_ssp.models.tensor_parallel import ColumnLinear, GatheredLinear, RowLinear, cut_dim, shard
 from llama_ssp.models.weights import (
     EXPERTS,
@@ -87,7 +87,7 @@ def build_empty(origin: WeightSource) -> PreTrainedModel:
     family = record_of(origin.config.model_type)
     if path := family.check_files:
         imported(path, setting=family.name)(origin)
-    model_class: Any = causal_class(type(origin.config))
+    model_class: Any = texts.causal_class(type(origin.config))
     config = deepcopy(origin.config)
     has_sdpa = family.is_written or model_class._supports_sdpa
     config._attn_implementation = family.attention if has_sdpa else "eager"
