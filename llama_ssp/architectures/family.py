@@ -13,6 +13,7 @@ from typing import Any, cast
 
 from llama_ssp import architectures
 from llama_ssp.architectures.matrices import Inventory, WholeParts, decoder
+from llama_ssp.architectures.model_files import TEXT_PARTS
 from llama_ssp.catalogue import ModelShape
 from llama_ssp.errors import ConfigError, PlacementError, shown
 from llama_ssp.registry import Registry
@@ -24,7 +25,8 @@ def kinds() -> Mapping[str, Mapping[str, Any]]:
     """Facts by kind: `names` of fields that its files rename, `defaults` of absent ones, and what bars it from runs.
 
     `without_plan`: neither the library nor a record of ours has a tensor-parallel plan. `is_encoder`: it is one unless
-    its files say `is_decoder`. `fails`: why it does not run with the static cache.
+    its files say `is_decoder`. `fails`: why it does not run with the static cache. Of a model that also reads images
+    or audio, `text` is the kind of its text part, empty if no text of it was seen equal to the library's.
     """
     found: dict[str, Any] = json.loads((files(__package__) / "kinds.json").read_text())
     return found
@@ -122,26 +124,41 @@ def unwritten(model_type: str, **known: Any) -> Family:
     )  # fmt: skip
 
 
-_SAME_TEXT = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
-_LIKE_TEXT = {"qwen2_vl": "qwen2", "qwen2_5_vl": "qwen2", "mimo": "qwen2", "kimi_k2": "deepseek_v3"}
-"""Text models of families with images, and families whose files have the fields of the text model on top.
-
-MiMo is a Qwen 2 with MTP layers, and Kimi K2 a DeepSeek V3.
-"""
+_SAME = {
+    "qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3", "mimo": "qwen2",
+    "kimi_k2": "deepseek_v3",
+}  # fmt: skip
+"""Kinds that are another one: text parts whose tokens have three positions, and a Qwen 2 with MTP layers."""
+_TIES = "tie_word_embeddings"
 _OF_BOTH = (
-    "tie_word_embeddings", "quantization_config", "dtype", "torch_dtype", "bos_token_id", "eos_token_id",
-    "pad_token_id", "auto_map", "trust_remote_code",
+    _TIES, "quantization_config", "dtype", "torch_dtype", "bos_token_id", "eos_token_id", "pad_token_id", "auto_map",
+    "trust_remote_code",
 )  # fmt: skip
 
 
+def _holder(content: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The part of a config.json that has the text part: of a model that also speaks, its thinker."""
+    holder = content.get("thinker_config", content)
+    return holder if isinstance(holder, dict) else content
+
+
 def text_part(content: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The part of a config.json that describes the decoder of text; all of a text model's."""
-    holder, part = content.get("thinker_config", content), content
-    text = holder.get("text_config") if isinstance(holder, dict) else None
-    if isinstance(text, dict) and isinstance(text.get("model_type"), str):
-        part = {**{name: content[name] for name in _OF_BOTH if name in content}, **text}
+    """The part of a config.json that describes the decoder of text; all of a text model's.
+
+    A part without a kind, and fields of a text part on top, are of the kind that transformers gives the part.
+    """
+    holder = _holder(content)
+    unsaid = kinds().get(str(holder.get("model_type")), {}).get("text")
+    text = next((holder[name] for name in TEXT_PARTS if isinstance(holder.get(name), dict)), None)
+    part = content
+    if text is not None and isinstance(kind := text.get("model_type") or unsaid, str):
+        both = {name: content[name] for name in _OF_BOTH if name in content}
+        ties = {name: holder[name] for name in (_TIES,) if holder.get(name) is not None}
+        part = {**both, **text, **ties, "model_type": kind}
+    elif text is None and unsaid:
+        part = {**content, "model_type": unsaid}
     model_type = part.get("model_type")
-    same = (_SAME_TEXT | _LIKE_TEXT).get(str(model_type))
+    same = _SAME.get(str(model_type))
     if part is content and same is None:
         return content
     ropes = {name: part[name] for name in ("rope_scaling", "rope_parameters") if isinstance(part.get(name), dict)}
@@ -161,7 +178,12 @@ def check_kind(content: Mapping[str, Any], where: object) -> None:
 
     Kinds that are unknown here are left to the installed transformers.
     """
-    part, classes = text_part(content), content.get("architectures") or []
+    part, classes, whole = text_part(content), content.get("architectures") or [], _holder(content).get("model_type")
+    if isinstance(whole, str) and not kinds().get(whole, {}).get("text", whole):
+        raise PlacementError(
+            f"{where} has a {whole} model, whose text part is not compared with transformers': a text model is "
+            "required, or a model that reads images or audio of docs/guides/models.md"
+        )
     model_type = part.get("model_type")
     if not isinstance(model_type, str) or model_type in kinds() or record_of(model_type).is_written:
         return

@@ -30,6 +30,8 @@ TOKENIZER_FILES = (
 """Files that the library's tokenizers read; all are optional."""
 _MAX_DEPTH = 64  # Nesting of objects and lists; files of published models have fewer than 10 levels.
 _MAX_BYTES, _MAX_TOKENIZER_BYTES = 2**26, 2**28  # About ten times the largest published files.
+TEXT_PARTS = "text_config", "llm_config", "language_config"
+"""Fields that describe the language model of a checkpoint that also reads images or audio."""
 INNER_CONFIGS = ("decoder", "generator", "text_config")
 """Inner configs in which transformers searches for settings that a model config itself lacks."""
 MISTRAL_ALONE = (
@@ -227,7 +229,7 @@ def read_model_config(folder: Path) -> dict[str, Any]:
     """
     content = read_json(folder / CONFIG_FILE)
     others = {name: read_json(file) if (file := folder / name).is_file() else {} for name in (MODELOPT_FILE, GPTQ_FILE)}
-    for part in (content, content.get("text_config")):
+    for part in (content, *map(content.get, TEXT_PARTS)):
         if isinstance(part, dict) and QUANTIZATION in part and part[QUANTIZATION] in ({}, None):
             del part[QUANTIZATION]
     elsewhere = {

@@ -171,7 +171,7 @@ def read_stored_format(folder: Path, shape: ModelShape) -> StoredFormat | None:
     """The storage of linear layers by config.json, None if it says nothing; CheckpointError for a faulty file."""
     modules = [matrix.module for matrix in inventory(shape).layer]
     return stored_format(
-        read_model_config(folder), modules=modules, num_layers=shape.num_hidden_layers,
+        text_part(read_model_config(folder)), modules=modules, num_layers=shape.num_hidden_layers,
         ties_head=shape.tie_word_embeddings,
         has_odd_experts=shape.num_experts > 0 and not record_of(shape.model_type).gates_experts,
     )  # fmt: skip

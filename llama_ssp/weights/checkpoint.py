@@ -7,7 +7,7 @@ models with custom code. Module `models.loading` matches tensors with a model; `
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Unpack
@@ -15,9 +15,10 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 from transformers import CONFIG_MAPPING, PretrainedConfig, __version__
+from transformers.core_model_loading import Transpose, WeightRenaming
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from llama_ssp.architectures.family import check_kind, check_servable, text_part
+from llama_ssp.architectures.family import check_kind, check_servable, kinds, text_part
 from llama_ssp.architectures.model_files import (
     MISTRAL_ALONE,
     change_alone,
@@ -32,7 +33,7 @@ from llama_ssp.errors import CheckpointError, shown
 from llama_ssp.storage.formats import PackedLayout
 from llama_ssp.storage.stored import QUANTIZATION, layout_of, unreadable
 from llama_ssp.untyped import Parsed
-from llama_ssp.weights.experts import join_convolutions, join_experts
+from llama_ssp.weights.experts import TurnedTensor, join_convolutions, join_experts
 from llama_ssp.weights.packed import combine
 from llama_ssp.weights.source import ListedTensor, StoredTensor, Wanted, read_header
 from llama_ssp.words import said
@@ -89,21 +90,52 @@ def inspect(folder: Path, *, config_alone: bool = False) -> Checkpoint:
         )
     if head:
         config.update({"vocab_size": shape.vocab_size})
-    tensors = {} if config_alone else _list_tensors(folder, is_head=head is not None)
-    if text is not content:
-        tensors = {of_text(name): tensor for name, tensor in tensors.items()}
+    tensors: Mapping[str, ListedTensor] = {} if config_alone else _list_tensors(folder, is_head=head is not None)
+    if text is not content and tensors:
+        tensors = text_tensors(tensors, str(content.get("model_type")), width=shape.hidden_size)
+        has_head = any(name.startswith(_HEAD) for name in tensors)
+        if has_head or _EMBEDDING in tensors:  # the configs of both parts may differ
+            config.tie_word_embeddings = not has_head
+            shape = replace(shape, tie_word_embeddings=not has_head)
     packed = combine(tensors, layout, folder) if layout and tensors else tensors
     joined = join_convolutions(join_experts(packed, folder))
     return Checkpoint(folder=folder, config=config, shape=shape, tensors=joined, head=head)
 
 
-_OF_TEXT = re.compile(r"(?:model\.language_model|language_model\.model|model\.text_model|thinker\.model)\.")
-"""The prefix of the names of a text model's tensors in the files of a model that reads images too."""
+_PARTS = "(?:language_model|text_model|llm)"
+_OF_TEXT = re.compile(rf"^model\.{_PARTS}\.(?:model\.)?")
+_HOLDER = re.compile(rf"^(?:thinker\.)?(?:{_PARTS}\.)?")
+_HEAD, _EMBEDDING = "lm_head.", "model.embed_tokens.weight"
 
 
 def of_text(name: str) -> str:
     """The name of a tensor in a text model, from that in the files of a model that reads images too."""
-    return _OF_TEXT.sub("model.", name).removeprefix("language_model.")
+    return _OF_TEXT.sub("model.", _HOLDER.sub("", name))
+
+
+def text_tensors(tensors: Mapping[str, ListedTensor], model_type: str, *, width: int) -> dict[str, ListedTensor]:
+    """The tensors of a model of this kind by their names in its text part, as transformers renames and turns them.
+
+    Experts of a text part of this width are stored the other way round by some kinds.
+    """
+    from transformers.conversion_mapping import (  # noqa: PLC0415 - slow, and few models need it
+        get_checkpoint_conversion_mapping,
+    )
+
+    changes = get_checkpoint_conversion_mapping(model_type) or []
+    renamings = [change for change in changes if isinstance(change, WeightRenaming)]
+    turned = [change for change in changes if [type(each) for each in getattr(change, "operations", ())] == [Transpose]]
+    found = dict[str, ListedTensor]()
+    for stored, tensor in tensors.items():
+        name = stored
+        for change in renamings:
+            name, _ = change.rename_source_key(name)
+        name, dim = of_text(name), 2 - stored.endswith("down_proj")
+        if len(tensor.shape) == 3 and tensor.shape[dim] != width:  # noqa: PLR2004 - experts, outputs, inputs
+            is_turned = any(stored.endswith(pattern) for change in turned for pattern in change.source_patterns)
+            tensor = TurnedTensor.of(tensor) if is_turned else tensor  # noqa: PLW2901
+        found[name] = tensor
+    return found
 
 
 def shape_of(config: PretrainedConfig) -> ModelShape:
@@ -146,7 +178,7 @@ def _read_config(folder: Path, content: Mapping[str, Any]) -> tuple[PretrainedCo
         problem = (
             f"has model_type {shown(model_type)}, unknown to transformers {__version__}{asks}: a newer one may know it"
         )
-    elif model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    elif model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and model_type not in kinds():
         problem = (
             f"has model_type {shown(model_type)}, for which transformers {__version__} has no causal language model"
         )

@@ -73,6 +73,24 @@ class JoinedConvolution(ListedTensor):
         return whole_C1W.to(wanted.get("device"), wanted.get("dtype") or self.dtype)
 
 
+@dataclass(frozen=True, kw_only=True)
+class TurnedTensor(ListedTensor):
+    """A tensor of all experts whose inputs and outputs are stored the other way round."""
+
+    stored: ListedTensor
+
+    @classmethod
+    def of(cls, stored: ListedTensor) -> "TurnedTensor":
+        """Turn a tensor (X, inputs, outputs)."""
+        number, *sizes = stored.shape
+        return cls(dtype=stored.dtype, shape=(number, *sizes[::-1]), stored=stored)
+
+    def read(self, **wanted: Unpack[Wanted]) -> Tensor:
+        """See `ListedTensor.read`."""
+        dim = wanted.get("dim")
+        return self.stored.read(**wanted | {"dim": dim and 3 - dim}).transpose(1, 2).contiguous()
+
+
 def join_convolutions(tensors: Mapping[str, ListedTensor]) -> dict[str, ListedTensor]:
     """Replace convolutions of queries, keys and values that are stored one by one."""
     found = dict(tensors)

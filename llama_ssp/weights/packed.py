@@ -94,7 +94,7 @@ class PackedTensor(ListedTensor):
         return replace(self, shape=self.shape[:0:-1], parts=parts)
 
 
-def combine(tensors: Mapping[str, StoredTensor], layout: PackedLayout, folder: Path) -> Mapping[str, ListedTensor]:
+def combine(tensors: Mapping[str, ListedTensor], layout: PackedLayout, folder: Path) -> Mapping[str, ListedTensor]:
     """Replace the parts of each quantized weight by the weight; CheckpointError if they do not fit each other."""
     if any(name.endswith(f".{layout.scale}_inv") for name in tensors):  # as some files call the scales of FP8
         layout = replace(layout, scale=f"{layout.scale}_inv")
@@ -103,7 +103,8 @@ def combine(tensors: Mapping[str, StoredTensor], layout: PackedLayout, folder: P
     storage, weights = format_of(layout.storage), dict[str, PackedTensor | None]()
     reader = storage.load(storage.files.reader)
     for module in modules:
-        own = {leaf: tensor for leaf in layout.leaves if (tensor := tensors.get(f"{module}{layout.joint}{leaf}"))}
+        stored = {leaf: tensors.get(f"{module}{layout.joint}{leaf}") for leaf in layout.leaves}
+        own = {leaf: tensor for leaf, tensor in stored.items() if isinstance(tensor, StoredTensor)}
         weights[f"{module}.weight" if layout.joint else module] = reader.of_parts(own, layout)
     parts = {f"{module}{layout.joint}{leaf}" for module in modules for leaf in layout.leaves}
     found = {name: tensor for name, tensor in weights.items() if tensor}

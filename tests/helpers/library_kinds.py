@@ -10,7 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from transformers import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+)
 
 from llama_ssp.architectures.family import check_servable, record_of
 from llama_ssp.errors import ConfigError
@@ -52,6 +56,19 @@ FAILS = dict.fromkeys(_WITHOUT_POSITIONS, "they take no positions of tokens") | 
     "openai-gpt": "RuntimeError: The size of tensor a must match the size of tensor b",
 }
 """Kinds that do not run, and why."""
+TEXTS = ("mistral4",)
+"""Kinds with a causal language model that the library's mapping lacks, which stand in parts of other kinds."""
+EQUAL = (
+    "aria", "aya_vision", "cohere2_vision", "cosmos3_edge", "cosmos3_omni", "deepseek_vl", "deepseek_vl_hybrid",
+    "exaone4_5", "fuyu", "gemma3", "gemma3n", "gemma4", "gemma4_unified", "glm46v", "glm4v", "glm4v_moe", "glm_ocr",
+    "glmasr", "glmga", "got_ocr2", "granite_docling", "granite_speech", "granite_speech_plus", "hunyuan_vl",
+    "hyperclovax_vision_v2", "idefics2", "idefics3", "internvl", "kimi_k25", "lfm2_vl", "lighton_ocr", "llava",
+    "llava_next", "llava_next_video", "llava_onevision", "mistral3", "moss_transcribe_diarize", "paddleocr_vl",
+    "pp_chart2table", "qianfan_ocr", "qwen2_5_omni_thinker", "qwen2_5_vl", "qwen2_audio", "qwen2_vl", "qwen3_5",
+    "qwen3_5_moe", "qwen3_asr", "qwen3_vl", "qwen3_vl_moe", "smolvlm", "video_llama_3", "video_llava", "vipllava",
+    "voxtral",
+)  # fmt: skip
+"""Kinds that also read images or audio whose tiny model has the same text here as in the library."""
 _TINY = {
     **dict.fromkeys(("num_layers", "n_layer", "decoder_layers", "encoder_layers"), 2),
     **dict.fromkeys(("num_heads", "n_head", "decoder_attention_heads", "encoder_attention_heads"), 8),
@@ -79,9 +96,19 @@ def tiny_sizes(kind: str) -> dict[str, Any]:
     return {name: size for name, size in sizes.items() if name in known} | _ODD.get(kind, {})
 
 
-def library_kinds() -> dict[str, dict[str, Any]]:
+def text_kinds() -> dict[str, str]:
+    """The kinds of the text parts of models that also read images or audio, by the kinds of these."""
     found = {}
-    for kind in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
+    for kind in {*MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES, *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}:
+        if "text_config" in CONFIG_MAPPING[kind].sub_configs:
+            found[kind] = CONFIG_MAPPING[kind]().get_text_config().model_type
+    return found
+
+
+def library_kinds() -> dict[str, dict[str, Any]]:
+    found, parts = {}, text_kinds()
+    alone = {*(parts[kind] for kind in EQUAL), *TEXTS}
+    for kind in sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES} | alone):
         config = CONFIG_MAPPING[kind]
         given = {each.name: each.default for each in fields(config)}
         defaults = {name: value for name, value in given.items() if isinstance(value, int | str) and name in NAMES}
@@ -96,7 +123,10 @@ def library_kinds() -> dict[str, dict[str, Any]]:
             "fails": FAILS.get(kind),
         }  # fmt: skip
         found[kind] = {key: value for key, value in facts.items() if value}
-    return found
+    for kind, text in parts.items():
+        if kind in EQUAL or _may_run(text):
+            found[kind] = found.get(kind, {}) | {"text": text if kind in EQUAL else ""}
+    return dict(sorted(found.items()))
 
 
 def _may_run(kind: str) -> bool:

@@ -8,13 +8,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 from llama_ssp.architectures.family import record_of
 from llama_ssp.architectures.matrices import WholeParts
 from llama_ssp.errors import SspError
 from llama_ssp.models.huggingface.modules import load_modules
 from llama_ssp.models.huggingface.runner import ModuleRunner
+from llama_ssp.models.huggingface.texts import causal_class
 from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.models.loading import load_model
 from llama_ssp.models.quantization.precision import UNQUANTIZED, Precision
@@ -197,7 +204,10 @@ def library_attention(config: PretrainedConfig) -> dict[str, str]:
 def tiny_model(family: str, **changes: object) -> PreTrainedModel:
     """A tiny model of one family; all that is stored is random, biases and norms too, so that a lost one shows."""
     config = tiny_config(family, **changes)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, **library_attention(config))
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, **library_attention(config))
+    else:
+        model = causal_class(type(config))(config)
     generator = torch.Generator().manual_seed(0)
     ties = model.all_tied_weights_keys
     for name, parameter in (dict(model.named_parameters()) | model.state_dict(keep_vars=True)).items():

@@ -52,3 +52,12 @@ def library_greedy(model: PreTrainedModel, prompt_ids: Sequence[int], *, num_tok
     ids = generate(torch.tensor([list(prompt_ids)]), max_new_tokens=num_tokens, do_sample=False)
     new_ids: list[int] = ids[0, len(prompt_ids) :].tolist()
     return new_ids
+
+
+def read_greedy(model: Any, prompt_ids: Sequence[int], *, num_tokens: int) -> list[int]:  # noqa: ANN401
+    """The same of a model that does not generate without an image: it reads the text anew for each token."""
+    ids = list(prompt_ids)
+    for _ in range(num_tokens):
+        with torch.inference_mode():
+            ids.append(int(model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
+    return ids[len(prompt_ids) :]

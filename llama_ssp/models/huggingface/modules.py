@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.initialization import no_init_weights
@@ -25,6 +25,7 @@ from llama_ssp.architectures.family import check_servable, record_of
 from llama_ssp.architectures.matrices import WholeParts, cut_of
 from llama_ssp.errors import CheckpointError, ConfigError
 from llama_ssp.kernels.linear import Kernel, Linear
+from llama_ssp.models.huggingface import texts
 from llama_ssp.models.huggingface.attention import BY_POSITION
 from llama_ssp.models.huggingface.experts import OwnExperts, can_be_own, experts_of
 from llama_ssp.models.huggingface.families import adapt
@@ -87,7 +88,7 @@ def build_empty(origin: WeightSource) -> PreTrainedModel:
     family = record_of(origin.config.model_type)
     if path := family.check_files:
         imported(path, setting=family.name)(origin)
-    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(origin.config)]
+    model_class: Any = texts.causal_class(type(origin.config))
     config = deepcopy(origin.config)
     has_sdpa = family.is_written or model_class._supports_sdpa
     config._attn_implementation = family.attention if has_sdpa else "eager"
