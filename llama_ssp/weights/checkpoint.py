@@ -15,7 +15,6 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 from transformers import CONFIG_MAPPING, PretrainedConfig, __version__
-from transformers.core_model_loading import Transpose, WeightRenaming
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from llama_ssp.architectures.family import check_kind, check_servable, kinds, text_part
@@ -121,6 +120,7 @@ def text_tensors(tensors: Mapping[str, ListedTensor], model_type: str, *, width:
     from transformers.conversion_mapping import (  # noqa: PLC0415 - slow, and few models need it
         get_checkpoint_conversion_mapping,
     )
+    from transformers.core_model_loading import Transpose, WeightRenaming  # noqa: PLC0415
 
     changes = get_checkpoint_conversion_mapping(model_type) or []
     renamings = [change for change in changes if isinstance(change, WeightRenaming)]

@@ -312,8 +312,10 @@ def _sent(name: str, value: Any) -> object:  # noqa: ANN401 - an argument of `lo
         return found.name
     if isinstance(value, Enum):
         return value.name
-    if value is None or isinstance(value, str | Path | torch.device):
-        return None if value is None else str(value)
+    if value is None or isinstance(value, int):
+        return value
+    if isinstance(value, str | Path | torch.device):
+        return str(value)
     raise ConfigError(
         f"{name} is a {type(value).__name__}, which the processes of ranks= do not have: give its name, or a folder "
         "such as save_pretrained writes"

@@ -160,8 +160,8 @@ class BatchState(NamedTuple):
     @property
     def rows(self) -> Rows:
         """The part of the batch that drafters and rules see."""
-        return Rows(self.tokens_BS, self.lengths_B, self.keys_B, self.prompt_lengths_B, self.sampling_BX)._replace(
-            limits_B=self.limits_B
+        return Rows(
+            self.tokens_BS, self.lengths_B, self.keys_B, self.prompt_lengths_B, self.sampling_BX, limits_B=self.limits_B
         )
 
     def put(self, rows_R: Tensor, other: "BatchState") -> None:
