@@ -26,13 +26,13 @@ from llama_ssp.speculate.engine.round import DraftChoice
 from llama_ssp.speculate.engine.state import Request
 from llama_ssp.untyped import Parsed
 
-_NUM_WARM, _NUM_TIMED, _ENOUGH_S = 2, 16, 2.0
+_NUM_WARM, _NUM_TIMED, _NUM_READING, _ENOUGH_S = 2, 16, 3, 2.0
 
 
 def make_ready(
     decoder: Decoder, requests: Sequence[Request], config: RunConfig, *, comm: Comm, folder: RunFolder | None = None
 ) -> None:
-    """Make caches for requests; then measure, once for a decoder, the costs by which it chooses K for each round.
+    """Make caches for requests; then measure, once for a decoder, the costs by which it chooses K and rows of rounds.
 
     All ranks must call this together; most decoders have no such choice. `comm` has all ranks. On rank 0, `folder` is
     the run folder that has the measurement or will have it. Raises ConfigError on every rank if the folder's is
@@ -40,6 +40,10 @@ def make_ready(
     """
     decoder.make_room(requests)
     round_ = decoder.round
+    in_the_middle = max(len(request.prompt_ids) + request.max_new_tokens // 2 for request in requests)
+    picks = round_.drafters and round_.steps and decoder.picks_rows and decoder.batch_size > 1
+    if picks and decoder.reading_rows == math.inf:
+        decoder.reading_rows = _measure_reading(decoder, comm=comm, num_slots=in_the_middle)
     if not (config.speculation.adapts and round_.drafters) or isinstance(decoder.length, AdaptiveLength):
         return
     # Hosts may have measured other pairs, and all ranks must choose alike.
@@ -66,10 +70,20 @@ def make_ready(
 
     content = from_rank_0(comm, kept)
     if content is None:
-        in_the_middle = max(len(request.prompt_ids) + request.max_new_tokens // 2 for request in requests)
         measured = _measure_costs(decoder, choices, comm=comm, num_slots=in_the_middle)
         content = from_rank_0(comm, keep)
     decoder.choose_by(AdaptiveLength(_read_costs(content, choices), acceptance=acceptance))
+
+
+def _measure_reading(decoder: Decoder, *, comm: Comm, num_slots: int) -> float:
+    """Measure `Decoder.reading_rows` by plain rounds of one row and of all rows."""
+    num_rows, plain = decoder.batch_size, [DraftChoice(0)] * (_NUM_WARM + _NUM_READING)
+    one_s, all_s = (
+        min(decoder.time_rounds(plain, num_slots=num_slots, num_rows=number)[_NUM_WARM:]) for number in (1, num_rows)
+    )
+    row_s = (all_s - one_s) / (num_rows - 1)
+    found: float = from_rank_0(comm, lambda: max(one_s / row_s - 1, 0.0) if row_s > 0 else math.inf)
+    return found
 
 
 def _expected_acceptance(config: RunConfig) -> list[float]:

@@ -86,12 +86,14 @@ class ParallelRunner(HeadRunner):
         return num_drafted - 1
 
     def draft(
-        self, ids_BT: Tensor, context_BCE: Tensor, positions_BT: Tensor, *, num_drafted: int, bucket: int
-    ) -> Following:
+        self, ids_BT: Tensor, context_BCE: Tensor, positions_BT: Tensor, *, num_drafted: int, bucket: int,
+        cache_rows_B: Tensor | None = None,
+    ) -> Following:  # fmt: skip
         """See `OnePassHead.draft`."""
         attention = self._attention(
-            positions_BT, bucket=bucket, consecutive=False, seen_BT=self._seen(positions_BT, context_BCE.shape[1])
-        )
+            positions_BT, bucket=bucket, cache_rows_B=cache_rows_B, consecutive=False,
+            seen_BT=self._seen(positions_BT, context_BCE.shape[1]),
+        )  # fmt: skip
         stream = self._read(ids_BT, context_BCE, attention)
         x_BKE = added(stream).view(len(ids_BT), -1, self._width)[:, -num_drafted:]
         x_ME, logits_MO = self._head((x_BKE.flatten(0, 1), None))

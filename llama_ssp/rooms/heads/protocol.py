@@ -105,8 +105,9 @@ class OnePassHead(Head, Protocol):
         """The positions behind the context that drafting so many tokens reads."""
 
     def draft(
-        self, ids_BT: Tensor, context_BCE: Tensor, positions_BT: Tensor, *, num_drafted: int, bucket: int
-    ) -> Following:
+        self, ids_BT: Tensor, context_BCE: Tensor, positions_BT: Tensor, *, num_drafted: int, bucket: int,
+        cache_rows_B: Tensor | None = None,
+    ) -> Following:  # fmt: skip
         """Read the newest positions of the context, with what `hidden_of` makes of their taps, and those of the block.
 
         Several positions of the context may be the same one.

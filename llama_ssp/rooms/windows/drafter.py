@@ -80,23 +80,33 @@ class Windowed(OwnBuckets):
 
     def forward(
         self, ids_BT: Tensor, positions_BT: Tensor, *, score_positions_BR: Tensor | None = None,
-        tree: TreePlaces | None = None, **_others: object,
+        cache_rows_B: Tensor | None = None, tree: TreePlaces | None = None, **_others: object,
     ) -> Tensor:  # fmt: skip
         """See `Runner.forward`; several tokens that are no tree begin a round, or what it has missed."""
         if tree is None and ids_BT.shape[1] > 1:
-            self._move(positions_BT[:, :1])
-        skipped_B1 = self._tables.skipped_B1
+            self._move(positions_BT[:, :1], cache_rows_B)
+        skipped_B1 = self._skipped(cache_rows_B)
         slots_BT = (tree.slots_BT if tree else positions_BT) - skipped_B1
-        return self._read(ids_BT, positions_BT, slots_BT, tree=tree, score_positions_BR=score_positions_BR)
+        return self._read(
+            ids_BT, positions_BT, slots_BT, tree=tree, score_positions_BR=score_positions_BR, cache_rows_B=cache_rows_B
+        )
 
-    def _move(self, first_B1: Tensor) -> None:
+    def _skipped(self, rows_B: Tensor | None) -> Tensor:
+        """The tokens that each of these rows has skipped (B, 1)."""
+        skipped_B1 = self._tables.skipped_B1
+        return skipped_B1 if rows_B is None else skipped_B1.index_select(0, rows_B)
+
+    def _move(self, first_B1: Tensor, rows_B: Tensor | None) -> None:
         """Skip what is farther than the window from the first token that is read next."""
         tables, cache = self._tables, self._runner.cache
-        before_B1, most_B1 = tables.skipped_B1, (first_B1 - self._sinks).clamp_min(0)
+        before_B1, most_B1 = self._skipped(rows_B), (first_B1 - self._sinks).clamp_min(0)
         skipped_B1 = before_B1.maximum(first_B1 - self.num_kept).minimum(most_B1)
         from_BC = tables.slots_C + (skipped_B1 - before_B1) * tables.moves_C
-        cache.take_slots(cache, from_BC.clamp(0, self._num_slots - 1))
-        tables.skipped_B1.copy_(skipped_B1)
+        cache.take_slots(cache, from_BC.clamp(0, self._num_slots - 1), rows_B)
+        if rows_B is None:
+            tables.skipped_B1.copy_(skipped_B1)
+        else:
+            tables.skipped_B1.index_copy_(0, rows_B, skipped_B1)
 
     def _read(
         self, ids_BT: Tensor, positions_BT: Tensor, slots_BT: Tensor, *, tree: TreePlaces | None = None, **how: Any
