@@ -176,7 +176,8 @@ class BatchState(NamedTuple):
 
     def some(self, rows_R: Tensor) -> "BatchState":
         """Copies of some rows, in this order; one may be there several times. They share the uniforms."""
-        return BatchState(*[part.index_select(0, rows_R) for part in self[:-2]], self.uniforms_BMN, rows_R)
+        parts = [part.index_select(0, rows_R) for part in self[:-2]]
+        return BatchState._make([*parts, self.uniforms_BMN, rows_R])
 
     def take(self, some: "BatchState") -> None:
         """Take over what a round has changed in copies of some rows."""

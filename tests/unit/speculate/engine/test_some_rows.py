@@ -4,6 +4,7 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import groupby
 from typing import Any
 
 import pytest
@@ -171,21 +172,47 @@ def test_a_round_that_drafts_is_followed_by_plain_ones_as_far_as_its_time_allows
     assert rounds[: 2 * (number + 1)] == ([(2, 4), *[(2, 0)] * number] if number else [(4, 4)]) * 2
 
 
-def test_a_prompt_waits_for_one_round_that_drafts_at_most() -> None:
-    decoder = mixed_decoder()
-    sizes, waiting, waited = sizes_of(decoder), deque(mixed((0,))), list[int]()
-    wanted = [replace(request, index=1 + request.index, ignores_eos=True) for request in mixed((None, 0, 0))]
+def test_rows_with_drafts_wait_for_one_chunk_of_prompts_between_two_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("models.prefill", "speculate.engine.loop"):
+        monkeypatch.setattr(f"llama_ssp.{module}.PREFILL_CHUNK", 4)
+    decoder, seen = mixed_decoder(batch_size=12, replay=False), list[str]()
+    step, target = decoder.round.step, decoder.round.target
+    forward = target.forward
 
-    def more(run: Decoding, _number: int) -> list[Request] | None:
-        if len(run.rows.decoding) == len(wanted) and waiting:
-            waited.append(len(sizes))
-            return [waiting.popleft()]
-        waited.extend([len(sizes)] * (len(run.rows.decoding) == len(wanted) + 1 and len(waited) == 1))
-        return [] if waiting else None if len(waited) > 1 else []
+    def stepped(*given: Any, choice: DraftChoice, **how: Any) -> Any:  # noqa: ANN401
+        seen.append("drafts" if choice.num_tokens else "plain")
+        return step(*given, choice=choice, **how)
+
+    def read(*given: Any, **how: Any) -> torch.Tensor:
+        seen.extend(["prompt"] * (how.get("score_positions_BR") is not None))
+        return forward(*given, **how)
+
+    decoder.round.step, target.forward = stepped, read  # type: ignore[method-assign]
+    wanted = deque(
+        replace(request, max_new_tokens=30, ignores_eos=True) for request in mixed((None, 0, 0, *[None] * 7))
+    )
+    first = [wanted.popleft() for _ in range(3)]
+    decoder.make_room([*first, *wanted])
+
+    def more(_run: Decoding, _number: int) -> list[Request] | None:
+        is_time = seen.count("drafts") == 2
+        return [] if wanted and not is_time else [wanted.popleft() for _ in range(len(wanted))] if wanted else None
 
     with torch.inference_mode():
-        deque(decoder.run(wanted, more=more), maxlen=0)
-    assert waited[1] - waited[0] <= 1 + 5 + 1
+        deque(decoder.run(first, more=more), maxlen=0)
+    assert seen.count("prompt") > 7
+    between = [[*group] for is_draft, group in groupby(seen, lambda name: name == "drafts") if not is_draft]
+    assert max(group.count("prompt") for group in between[1:]) == 1
+    assert {group.count("plain") for group in between[1:5]} == {5}
+
+
+def test_rounds_of_some_rows_and_of_all_are_not_taken_for_each_other() -> None:
+    """Five rows with drafts are computed in six places, as all six rows are once the one without drafts has ended."""
+    apart, joint = (mixed_decoder(reading_rows=reading_rows) for reading_rows in (0.0, math.inf))
+    wanted = mixed((None, 0, None, None, None, None))
+    wanted[1] = replace(wanted[1], max_new_tokens=12)
+    joint.picks_rows = False
+    assert outcome(in_turn(apart, wanted, most=6)) == outcome(in_turn(joint, wanted, most=6))
 
 
 def test_a_round_drafts_no_more_than_a_row_takes_unless_its_rule_judges_whole_drafts() -> None:
