@@ -69,6 +69,7 @@ _BLOCKS = {1: 8, 2: 8, 3: 4, 4: 4, 5: 4, 6: 4}
 _FEW_BLOCKS = {1: 4, 2: 2, 3: 1, 4: 1, 5: 1, 6: 1}
 """The same where a block's sums take two registers of 16, or four of 32: AVX2, NEON."""
 _UNROLLED = 2
+_LINE_BYTES = 64
 _CHUNK = 8
 """Blocks that meet all rows before the next ones are read."""
 
@@ -209,10 +210,12 @@ def _tile(module: ir.Module, product: Product, num_rows: int, num_blocks: int) -
     block_bytes = _block_bytes(code, product, num_inputs, num_groups)
     blocks = [code.at(weights, code.mul(block_bytes, number)) for number in range(num_blocks)]
     starts = [code.at(rows, code.mul(num_inputs, row * _row_bytes(product))) for row in range(num_rows)]
+    # A core that reads few blocks at once waits for memory, unless it asks early for the next tile's.
+    ahead = None if _blocks_by_rows() is _BLOCKS else code.mul(block_bytes, num_blocks)
     if product.group:
-        found = _sums_of_groups(code, product, blocks, starts, (num_inputs, num_groups))
+        found = _sums_of_groups(code, product, blocks, starts, (num_inputs, num_groups), ahead=ahead)
     else:
-        found = _sums(code, product, blocks, starts, num_inputs)
+        found = _sums(code, product, blocks, starts, num_inputs, ahead=ahead)
     for at, value in enumerate(found):
         row, number = divmod(at, num_blocks)
         code.write(value, sums, (row * _CHUNK + number) * LANES)
@@ -240,8 +243,10 @@ def _row_bytes(product: Product) -> int:
     return 1 if product.codes == DOTS else 4
 
 
-def _sums(code: Code, product: Product, blocks: list[Value], starts: list[Value], num_inputs: Value) -> list[Value]:
-    """Sum over all inputs; returns the vectors, rows first."""
+def _sums(
+    code: Code, product: Product, blocks: list[Value], starts: list[Value], num_inputs: Value, *, ahead: Value
+) -> list[Value]:
+    """Sum over all inputs; returns the vectors, rows first. `ahead` is the distance in bytes to what is read next."""
     is_dots, in_words = product.codes == DOTS, product.codes in _NUMBERS
     taken, steps = (4 if is_dots else 1), (_INPUTS_OF_WORD if in_words else _UNROLLED)
     zero, kind = (constant(I32S, 0), I32) if is_dots else (constant(F32S, 0.0), F32)
@@ -254,6 +259,8 @@ def _sums(code: Code, product: Product, blocks: list[Value], starts: list[Value]
             offset, place = (code.mul(index, size) for size in (_row_bytes(product), _input_bytes(product)))
             inputs = [code.splat(code.read(code.at(start, offset), kind)) for start in starts]
             for number, block in enumerate(blocks):
+                if ahead is not None and step * _input_bytes(product) % _LINE_BYTES == 0:
+                    code.prefetch(code.at(code.at(block, place), ahead))
                 if in_words:
                     weights = _codes(code, words[number], step, _NUMBERS[product.codes])
                 elif is_dots:  # bytes without sign, each 128 too large
@@ -355,7 +362,7 @@ def _part(module: ir.Module, product: Product, tiles: dict[tuple[int, int], Valu
 
 
 def _sums_of_groups(
-    code: Code, product: Product, blocks: list[Value], rows: list[Value], sizes: tuple[Value, Value]
+    code: Code, product: Product, blocks: list[Value], rows: list[Value], sizes: tuple[Value, Value], *, ahead: Value
 ) -> list[Value]:
     """Sum over all inputs, group by group; returns the vectors, rows first. `sizes` are inputs and groups."""
     num_inputs, num_groups = sizes
@@ -364,7 +371,9 @@ def _sums_of_groups(
     with code.loop(0, num_groups, 1, [constant(F32S, 0.0)] * (len(rows) * len(blocks))) as totals:
         heads = [code.at(block, code.mul(totals[0], group_bytes)) for block in blocks]
         inputs = [code.at(row, code.mul(totals[0], group), F32) for row in rows]
-        found = _sums(code, product, [code.at(head, _head_bytes(product)) for head in heads], inputs, group)
+        found = _sums(
+            code, product, [code.at(head, _head_bytes(product)) for head in heads], inputs, group, ahead=ahead
+        )
         has_zeros, scales = product.codes == NIBBLES, [_scales(code, product, head) for head in heads]
         zeros = [_zeros(code, head) for head in heads if has_zeros]
         all_inputs = [_sum_of_inputs(code, group, row) for row in inputs if has_zeros]
