@@ -20,7 +20,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
+from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 
 from training import batches, corpus, generate
 from training.head_model import tapped_layers
@@ -66,7 +67,8 @@ class Target:
             of_layers(**sizes, num_hidden_layers=num_layers, tie_word_embeddings=False),
             verifier_name_or_path=str(self.folder), draft_vocab_size=of_target.vocab_size,
             target_layer_ids=list(self.layers), mask_token_id=self.pad_id, draft_attn_impl="eager",
-            norm_before_residual=True, norm_before_fc=True, ttt_steps=block_size, num_depths=block_size, block_size=block_size,
+            norm_before_residual=True, norm_before_fc=True, ttt_steps=block_size, num_depths=block_size,
+            block_size=block_size,
         )  # fmt: skip
         return head.to(self.device)
 

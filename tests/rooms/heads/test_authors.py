@@ -147,9 +147,7 @@ def test_heads_of_p_eagle_of_speculators_draft_as_in_its_class(name: str, tmp_pa
 @pytest.mark.parametrize("name", ["dflash, windows", "of a Qwen 3, windows", "of a Llama, windows"])
 def test_windows_that_stand_beside_the_layers_are_read_as_in_them(name: str, tmp_path: Path) -> None:
     library, seen, is_block = target_in(tmp_path), Seen(), name in SPECULATORS
-    head = (
-        speculator_head(tmp_path, "dflash", layers=_OF_LAYERS) if is_block else eagle_head(tmp_path, **EAGLES[name])
-    )
+    head = speculator_head(tmp_path, "dflash", layers=_OF_LAYERS) if is_block else eagle_head(tmp_path, **EAGLES[name])
     layers = json.loads((tmp_path / "head" / "config.json").read_text())["transformer_layer_config"]
     windows = {field: layers.pop(field) for field in _OF_LAYERS}
     edit_json(tmp_path / "head" / "config.json", transformer_layer_config=layers, **windows)
