@@ -40,7 +40,7 @@ from llama_ssp.rooms.heads.kinds import (
     kind_of,
     refuse_other_heads,
 )
-from llama_ssp.rooms.heads.reaches import ALL, OF_REACHES, SLIDING, Reach, reaches_of
+from llama_ssp.rooms.heads.reaches import ALL, OF_REACHES, SLIDING, Reach, beside, reaches_of
 
 _LAYERS_BEFORE = "target_layer_ids"
 _MASKS = "mask_token_id", "ptd_token_id"
@@ -151,6 +151,8 @@ def read_head_config(content: Mapping[str, Any], file: Path) -> HeadConfig | Non
         kind, reaches = DFLASH, reaches_of(content, sizes, found, file)
         sizes = {name: value for name, value in sizes.items() if name not in OF_REACHES}
         sizes["model_type"] = "qwen3"  # whatever it says: all implementations build its layers
+    elif SPECULATOR in content:
+        sizes |= beside(content, sizes, file)
     sizes.setdefault("model_type", "llama")
     if not reaches and sizes["model_type"] == "llama" and SLIDING in (sizes.get("layer_types") or ()):
         sizes["model_type"] = "mistral"  # a Llama whose layers may have windows
