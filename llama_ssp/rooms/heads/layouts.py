@@ -96,6 +96,7 @@ class HeadConfig:
             target_vocab_size=layers.vocab_size, target_hidden_size=self.target_hidden_size,
             num_taps=len(self.layers) if self.layers else NUM_TAPS, most_drafted=self.most_drafted,
             tapped_layers=self.layers or (),
+            sees_by_itself=not self.sees_all or SLIDING in (self.sizes.get("layer_types") or ()),
             markov_size=sum(map(math.prod, self.joining_sizes(layers.hidden_size, layers.vocab_size).values())),
         )  # fmt: skip
 

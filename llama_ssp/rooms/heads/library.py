@@ -23,7 +23,6 @@ class MtpRunner(ModuleRunner):
 
     _hidden_BTE: Tensor
     num_token_ids = property(attrgetter("vocab_size"))
-    sees_by_itself = property(attrgetter("_has_windows"))
 
     def __init__(self, model: PreTrainedModel, **how: Any) -> None:
         super().__init__(model, **how)

@@ -280,11 +280,6 @@ class BlockRunner(ParallelRunner):
         """The block sees all of it."""
         return torch.cat([sees_BTA[:, :num_context], torch.ones_like(sees_BTA[:, num_context:])], dim=1)
 
-    @property
-    def sees_by_itself(self) -> bool:
-        """See `Head`."""
-        return not self._config.sees_all
-
     def _masked(self, positions_BT: Tensor, tree: TreePlaces | None, *, bucket: int) -> dict[Any, Attend]:
         """The attention of each `Reach`, of positions as `_seen` gives them."""
         if self._config.sees_all:

@@ -19,14 +19,12 @@ class Head(Cached, Protocol):
         num_token_ids: V of the target.
         is_invariant: see `Runner`.
         uses_masks: see `models.cache.CachedRunner`.
-        sees_by_itself: its config.json says that some layers do not see all of a text.
         make_drafter: makes the drafter of its kind.
     """
 
     num_token_ids: int
     is_invariant: bool
     uses_masks: bool
-    sees_by_itself: bool
     make_drafter: Callable[[DrafterParts], Drafter]
 
     def copy(self, from_row: int, to_rows: Sequence[int], num_tokens: int, *, from_saved: bool = False) -> None:

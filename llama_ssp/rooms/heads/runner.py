@@ -90,11 +90,6 @@ class PairRunner(LeanRunner):
         super().__init__(loading)
         self.num_token_ids = loading.origin.shape.num_token_ids
 
-    @property
-    def sees_by_itself(self) -> bool:
-        """See `Head`."""
-        return self._has_windows
-
     def hidden_of(self, taps_BTX: Tensor) -> Tensor:
         """See `Head.hidden_of`."""
         return taps_BTX.to(self.dtype)

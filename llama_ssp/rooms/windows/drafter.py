@@ -155,18 +155,13 @@ class WindowedHead(Windowed):
 
 
 def of_head(head: Any, parts: DrafterParts) -> WindowedHead:  # noqa: ANN401 - any head
-    """Give a draft head a cache of the window that the draft's settings ask for; ConfigError if it has one of its own.
+    """Give a draft head a cache of the window that the draft's settings ask for.
 
     Source: arXiv:2309.17453 (the first tokens and a window).
     """
     config = parts.config
     assert isinstance(config, WindowConfig)
     assert config.window is not None
-    if head.sees_by_itself:
-        raise ConfigError(
-            f"draft.window={config.window} is of drafts that see all of a text, and the config.json of this head says "
-            "what its layers see: leave it out"
-        )
     return WindowedHead(head, sinks=config.sinks, window=config.window, most_nodes=parts.num_draft_tokens)
 
 

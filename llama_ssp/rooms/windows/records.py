@@ -65,7 +65,15 @@ def _problems(config: RunConfig) -> Iterator[str | NoEffect]:
         )
 
 
+def _says_itself(config: RunConfig) -> bool:
+    model = config.draft.model
+    return model is not None and model.shape is not None and model.shape.sees_by_itself
+
+
+SAYING = Ability(name="a head that says what it sees", has=_says_itself)
 _CLASHES = {
+    "a head that says what it sees": "{window} is of drafts that see all of a text, and the files of draft={draft} say "
+    "what its layers see: leave it out",
     "an own tokenizer": "{window} needs a draft with the target's tokenizer: leave {own} out",
 }
 ABILITY = Ability(

@@ -16,7 +16,6 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from llama_ssp import catalogue
-from llama_ssp.errors import ConfigError
 from llama_ssp.machines import hardware
 from llama_ssp.models.cache import StaticCache, Taps
 from llama_ssp.models.loading import load_model
@@ -24,6 +23,7 @@ from llama_ssp.models.weights import Loading
 from llama_ssp.planning.memory import memory
 from llama_ssp.planning.spec import make_spec as spec_of_run
 from llama_ssp.rooms.windows.records import WindowConfig
+from llama_ssp.settings.checks import check_values
 from llama_ssp.speculate.drafters.drafter import Drafter, DrafterParts
 from llama_ssp.speculate.drafters.model import make
 from llama_ssp.speculate.engine.round import DraftChoice
@@ -35,6 +35,7 @@ from tests.helpers.composed import compose_run
 from tests.helpers.decoders import requests_of, tree_of
 from tests.helpers.head_drafts import NUM_DRAFTED, Seen, chat, check, check_greedy, make_head_decoder
 from tests.helpers.lanes import heavy
+from tests.helpers.models import refusal
 from tests.helpers.mtp_layers import save_with_mtp
 from tests.helpers.rooms import of_heads
 
@@ -195,12 +196,23 @@ def test_the_caches_of_a_head_have_the_bytes_that_a_plan_counts() -> None:
     assert held == planned
 
 
-@pytest.mark.parametrize("layout", ["dflash 2 of its authors"])
-def test_a_head_that_says_itself_what_it_sees_is_one_sentence(layout: str, tmp_path: Path) -> None:
-    target, origin = one_pass_heads.save_pair(tmp_path, layout)
-    runner = loaded(target)
-    with pytest.raises(ConfigError, match=r"draft.window=8 is of drafts that see all of a text, and the config.json"):
-        head_drafts.decode(
-            runner, windowed("window"), loaded(origin, runner), origin.layers, width=one_pass_heads.WIDTH,
-            prompts=PROMPTS,
-        )  # fmt: skip
+def says_what_it_sees(folder: Path) -> tuple[Any, ...]:
+    return draft_heads.save_small_pair(folder, of_head={"layer_types": ["sliding_attention"], "sliding_window": 6})
+
+
+@pytest.mark.parametrize(
+    ("make_files", "is_refused"),
+    [
+        (says_what_it_sees, True), (small_eagle, False), (partial(one_pass, "dflash 2 of its authors"), True),
+        (partial(one_pass, "dflash of its authors"), False), heavy(partial(mtp, "mimo_v2_flash", num_modules=3), True),
+        heavy(partial(mtp, "glm4_moe"), False),
+    ],
+)  # fmt: skip
+def test_a_head_that_says_itself_what_it_sees_is_one_sentence(
+    make_files: Callable[[Path], tuple[Any, ...]], is_refused: bool, tmp_path: Path
+) -> None:
+    """Before anything is loaded."""
+    target, origin, *_ = make_files(tmp_path)
+    config, _ = compose_run("task=generate", "draft=tiny-eagle", "draft.window=64", "model=tiny")
+    sentence = refusal(lambda: check_values(config, target.shape, origin.shape))
+    assert ("draft.window=64 is of drafts that see all of a text, and the files of draft" in sentence) == is_refused
