@@ -87,13 +87,15 @@ class ParallelRunner(HeadRunner):
 
     def draft(
         self, ids_BT: Tensor, context_BCE: Tensor, positions_BT: Tensor, *, num_drafted: int, bucket: int,
-        tree: TreePlaces | None = None,
+        cache_rows_B: Tensor | None = None, tree: TreePlaces | None = None,
     ) -> Following:  # fmt: skip
         """See `OnePassHead.draft`."""
         num_context = context_BCE.shape[1]
         seen_BT = self._seen(tree.slots_BT if tree else positions_BT, num_context)
         tree = tree and tree._replace(sees_BTA=self._sees(tree.sees_BTA, num_context))
-        attention = self._attention(positions_BT, bucket=bucket, consecutive=False, seen_BT=seen_BT, tree=tree)
+        attention = self._attention(
+            positions_BT, bucket=bucket, cache_rows_B=cache_rows_B, consecutive=False, seen_BT=seen_BT, tree=tree
+        )
         stream = self._read(ids_BT, context_BCE, attention)
         x_BKE = added(stream).view(len(ids_BT), -1, self._width)[:, -num_drafted:]
         x_ME, logits_MO = self._head((x_BKE.flatten(0, 1), None))

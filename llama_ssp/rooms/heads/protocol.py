@@ -108,7 +108,7 @@ class OnePassHead(Head, Protocol):
 
     def draft(
         self, ids_BT: Tensor, context_BCE: Tensor, positions_BT: Tensor, *, num_drafted: int, bucket: int,
-        tree: TreePlaces | None = None,
+        cache_rows_B: Tensor | None = None, tree: TreePlaces | None = None,
     ) -> Following:  # fmt: skip
         """Read the newest positions of the context, with what `hidden_of` makes of their taps, and those of the block.
 

@@ -86,23 +86,26 @@ class Windowed(OwnBuckets):
 
     def forward(
         self, ids_BT: Tensor, positions_BT: Tensor, *, score_positions_BR: Tensor | None = None,
-        cache_rows_B: Tensor | None = None, tree: TreePlaces | None = None, **_others: object,
+        cache_rows_B: Tensor | None = None, tree: TreePlaces | None = None, begins: bool = False, **_others: object,
     ) -> Tensor:  # fmt: skip
         """See `Runner.forward`."""
         logits_BRV: Tensor = self._runner.forward(
             ids_BT, positions_BT, bucket=self._num_slots, score_positions_BR=score_positions_BR,
-            cache_rows_B=cache_rows_B, tree=self._places(positions_BT, cache_rows_B, tree),
+            cache_rows_B=cache_rows_B, tree=self._places(positions_BT, cache_rows_B, tree, begins=begins),
         )  # fmt: skip
         return logits_BRV
 
-    def _places(self, positions_BT: Tensor, rows_B: Tensor | None = None, tree: TreePlaces | None = None) -> TreePlaces:
-        """Places of the tokens of a forward: several of all rows that are no tree begin a round, or what it missed."""
-        slots_BT, skipped_B1 = tree.slots_BT if tree else positions_BT, self._tables.skipped_B1
-        if rows_B is not None:
-            skipped_B1 = skipped_B1.index_select(0, rows_B) * (slots_BT >= self._sinks)
-        elif tree is None and positions_BT.shape[1] > 1:
-            self._move(positions_BT[:, :1])
-        slots_BT = slots_BT - skipped_B1
+    def _places(
+        self, positions_BT: Tensor, rows_B: Tensor | None, tree: TreePlaces | None = None, *, begins: bool = False
+    ) -> TreePlaces:
+        """Places of the tokens of a forward that `begins` texts, see `ends`, or is of a round.
+
+        In rounds, several that are no tree are the first ones, or what has been missed.
+        """
+        if not begins and tree is None and positions_BT.shape[1] > 1:
+            self._move(positions_BT[:, :1], rows_B)
+        slots_BT, skipped_B1 = tree.slots_BT if tree else positions_BT, self._skipped(rows_B)
+        slots_BT = slots_BT - (skipped_B1 * (slots_BT >= self._sinks) if begins else skipped_B1)
         sees_BTA = tree.sees_BTA if tree else None
         if sees_BTA is None:  # some may be the first token several times
             num_tokens = slots_BT.shape[1]
@@ -110,14 +113,22 @@ class Windowed(OwnBuckets):
             sees_BTA = behind_BA[:, None] <= slots_BT[..., None]
         return TreePlaces(slots_BT, sees_BTA, self._tables.slots_U)
 
-    def _move(self, first_B1: Tensor) -> None:
+    def _skipped(self, rows_B: Tensor | None) -> Tensor:
+        """The tokens that each of these rows has skipped (B, 1)."""
+        skipped_B1 = self._tables.skipped_B1
+        return skipped_B1 if rows_B is None else skipped_B1.index_select(0, rows_B)
+
+    def _move(self, first_B1: Tensor, rows_B: Tensor | None) -> None:
         """Skip what is farther than the window from the first token that is read next."""
         tables, cache = self._tables, self._runner.cache
-        before_B1, most_B1 = tables.skipped_B1, (first_B1 - self._sinks).clamp_min(0)
+        before_B1, most_B1 = self._skipped(rows_B), (first_B1 - self._sinks).clamp_min(0)
         skipped_B1 = before_B1.maximum(first_B1 - self.num_kept).minimum(most_B1)
         from_BC = tables.slots_C + (skipped_B1 - before_B1) * tables.moves_C
-        cache.take_slots(cache, from_BC.clamp(0, self._num_slots - 1))
-        tables.skipped_B1.copy_(skipped_B1)
+        cache.take_slots(cache, from_BC.clamp(0, self._num_slots - 1), rows_B)
+        if rows_B is None:
+            tables.skipped_B1.copy_(skipped_B1)
+        else:
+            tables.skipped_B1.index_copy_(0, rows_B, skipped_B1)
 
 
 class WindowedHead(Windowed):
@@ -129,29 +140,24 @@ class WindowedHead(Windowed):
 
     def extend(
         self, ids_BT: Tensor, hidden_BTE: Tensor, positions_BT: Tensor, *, cache_rows_B: Tensor | None = None,
-        tree: TreePlaces | None = None, bucket: int, consecutive: bool = True, **how: Any,  # noqa: ARG002
+        tree: TreePlaces | None = None, begins: bool = False, bucket: int, consecutive: bool = True,  # noqa: ARG002
+        **how: Any,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """See `Head.extend`."""
-        places = self._places(positions_BT, cache_rows_B, tree)
+        """See `Head.extend`; for `begins` see `ends`."""
+        places = self._places(positions_BT, cache_rows_B, tree, begins=begins)
         found: tuple[Tensor, Tensor] = self._runner.extend(
             ids_BT, hidden_BTE, positions_BT, bucket=self._num_slots, cache_rows_B=cache_rows_B, tree=places, **how
         )
         return found
 
     def draft(
-        self,
-        ids_BT: Tensor,
-        context_BCE: Tensor,
-        positions_BT: Tensor,
-        *,
-        num_drafted: int,
-        bucket: int,  # noqa: ARG002
-    ) -> Any:  # noqa: ANN401 - see there
+        self, ids_BT: Tensor, context_BCE: Tensor, positions_BT: Tensor, *, cache_rows_B: Tensor | None = None,
+        **how: Any,
+    ) -> Any:  # fmt: skip # noqa: ANN401 - see there
         """See `OnePassHead.draft`."""
-        return self._runner.draft(
-            ids_BT, context_BCE, positions_BT, num_drafted=num_drafted, bucket=self._num_slots,
-            tree=self._places(positions_BT),
-        )  # fmt: skip
+        places = self._places(positions_BT, cache_rows_B)
+        how |= {"bucket": self._num_slots, "cache_rows_B": cache_rows_B, "tree": places}
+        return self._runner.draft(ids_BT, context_BCE, positions_BT, **how)
 
 
 def of_head(head: Any, parts: DrafterParts) -> WindowedHead:  # noqa: ANN401 - any head
@@ -189,5 +195,6 @@ class WindowDrafter(ModelDrafter):
         first_R1 = torch.zeros_like(rows_R)[:, None]
         for positions_RT in self._windowed.ends(prompts.lengths_R, longest=max(prompts.lengths), rows_R=rows_R):
             self._windowed.forward(
-                known_RS.gather(1, positions_RT), positions_RT, score_positions_BR=first_R1, cache_rows_B=rows_R
-            )
+                known_RS.gather(1, positions_RT), positions_RT, score_positions_BR=first_R1, cache_rows_B=rows_R,
+                begins=True,
+            )  # fmt: skip

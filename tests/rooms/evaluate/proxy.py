@@ -10,6 +10,8 @@ from typing import Any
 
 from tests.rooms.serve.server import Server
 
+NUM_TOKENS = 512
+"""The vocabulary of the servers' model."""
 Body = dict[str, Any]
 Ask = Callable[[Body], Body]
 Fault = Callable[[Body, Ask], Body]
@@ -63,7 +65,7 @@ def other_tokens(body: Body, ask: Ask) -> Body:
     """The texts of another model."""
     answer = ask(body)
     for choice in answer["choices"]:
-        choice["token_ids"] = [(7 * token + 1) % 4096 for token in choice["token_ids"]]
+        choice["token_ids"] = [(7 * token + 1) % NUM_TOKENS for token in choice["token_ids"]]
         choice["logprobs"] = None
     return answer
 

@@ -3,7 +3,7 @@
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree as Xml
@@ -26,35 +26,50 @@ from tests.rooms.serve.server import Server, serving
 
 Audit = Callable[..., Ended]
 CONTEXT, FEW = 96, ("tokens=600", "concurrency=16", "batch_size=16", "max_new_tokens=24")
+FIFTH, WHOLE = (("max_new_tokens=48", f"batch_size={rows}", f"tokens={num}") for rows, num in ((21, 4000), (35, 20000)))
+"""A fifth of the default size, and the default size."""
 OF_PROXY: dict[str, tuple[Fault, str]] = {
     "top-k ignored": (proxies.without("top_k"), "top_k"),
     "log-probabilities of another temperature": (proxies.hotter_log_probs, "log-probabilities"),
     "stops forgotten": (proxies.without("stop"), "stops"),
     "a penalty forgotten": (proxies.without("repetition_penalty"), "repetition_penalty"),
+    "min_tokens ignored": (proxies.without("min_tokens"), "min_tokens"),
     "the last position off by one": (proxies.off_by_one_at_the_end(CONTEXT), "end of the context"),
     "temperature x 0.9": (proxies.cooler, "law"),
 }
 """Faults, and the check that finds each; the others of a processor are those that need few tokens."""
+OF_RULE = {"wrong residual": FIFTH, "shared uniforms": FIFTH, "shared race": WHOLE, "u x 0.95": WHOLE}
+"""Faults, and a size that shows them."""
 ROUNDED: list[dict[str, Any]] = [{"dtype": "bf16"}, {"quantization": "int8_weight_only"}]
-WHOLE, ALWAYS = dict(asking.PROCESSORS), 1
-"""The first of them run always, and the others with --heavy."""
-NOISE = 0.2
-"""Of the draft's weights, in their own standard deviations: it keeps seven of ten tokens."""
+PROCESSORS, ALWAYS = dict(asking.PROCESSORS), 1
+"""The first faults run always, and the others with --heavy."""
+NOISE, SURER = 0.2, 1.5
+"""Of the draft: noise in standard deviations of a weight, and a factor of its logits. It keeps seven of ten tokens."""
 
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """A small target and a draft that differs from it: the shipped draft, and a copy with noise."""
-    own = shipped("tiny-draft")
-    folder = tmp_path_factory.mktemp("pair") / "noisy"
-    shutil.copytree(own, folder)
-    generator, weights = torch.Generator().manual_seed(0), load_file(own / "model.safetensors")
+    """A target, the shipped draft's first tokens, and a copy that is noisy and too sure. Few tokens cost little."""
+    target, draft = (tmp_path_factory.mktemp("pair") / name for name in ("small", "noisy"))
+    shutil.copytree(shipped("tiny-draft"), target)
+    config, tokenizer = (json.loads((target / name).read_text()) for name in ("config.json", "tokenizer.json"))
+    words = tokenizer["model"]
+    num_merged = proxies.NUM_TOKENS - (len(words["vocab"]) - len(words["merges"]))
+    words["vocab"] = {text: token for text, token in words["vocab"].items() if token < proxies.NUM_TOKENS}
+    words["merges"] = words["merges"][:num_merged]
+    (target / "config.json").write_text(json.dumps(config | {"vocab_size": proxies.NUM_TOKENS}))
+    (target / "tokenizer.json").write_text(json.dumps(tokenizer))
+    generator, weights = torch.Generator().manual_seed(0), load_file(target / "model.safetensors")
+    weights["model.embed_tokens.weight"] = weights["model.embed_tokens.weight"][: proxies.NUM_TOKENS].clone()
+    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+    shutil.copytree(target, draft)
     noisy = {
         name: weight + NOISE * weight.std() * torch.randn(weight.shape, generator=generator).to(weight.dtype)
         for name, weight in weights.items()
     }
-    save_file(noisy, folder / "model.safetensors", metadata={"format": "pt"})
-    return ["tiny-draft", str(folder)]
+    noisy["model.norm.weight"] = noisy["model.norm.weight"] * SURER
+    save_file(noisy, draft / "model.safetensors", metadata={"format": "pt"})
+    return [str(target), str(draft)]
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +90,7 @@ def _few_others(monkeypatch: pytest.MonkeyPatch) -> None:
 def audit(pair: list[str]) -> Audit:
     """Audits the server of the pair at an address, in a run folder."""
     target, draft = pair
-    models = f"model={target}", "draft=local", f"draft.model.path={draft}"
+    models = "model=local", f"model.path={target}", "draft=local", f"draft.model.path={draft}"
     return lambda url, folder, *words: launch(
         "task=audit", f"task.url={url}", *models, *FEW, *words, f"run_dir={folder}"
     )
@@ -87,17 +102,15 @@ def outcomes(folder: Path) -> dict[str, str]:
     return dict(re.findall(r"^\| ([^|]+) \| (held|failed|could not judge|noted) \|", page, re.MULTILINE))
 
 
-def of_size(fault: str, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
-    """The size that a fault's own check needs."""
-    if "top-k" in fault:
-        monkeypatch.setattr(asking, "PROCESSORS", {"top_k": 3})
-        monkeypatch.setattr(asking, "NUM_PROCESSED", 8)
-    if "penalty" in fault:
-        monkeypatch.setattr(asking, "PROCESSORS", {"repetition_penalty": 2.0})
-        monkeypatch.setattr(asking, "NUM_PROCESSED", 32)
-    if "last position" in fault:
-        monkeypatch.setattr(asking, "MOST_END", 100)
-    return ("tokens=6000", "max_new_tokens=48") if OF_PROXY[fault][1] == "law" else ()
+def of_size(check: str, monkeypatch: pytest.MonkeyPatch, *, whole: bool) -> tuple[str, ...]:
+    """The size at which a check finds a fault; `whole` for the default number of texts."""
+    if check in PROCESSORS:
+        monkeypatch.setattr(asking, "PROCESSORS", {check: PROCESSORS[check]})
+    if check in {*PROCESSORS, "min_tokens"}:
+        monkeypatch.setattr(asking, "NUM_PROCESSED", 8 if check == "top_k" and not whole else 32)
+    if "end" in check:
+        monkeypatch.setattr(asking, "MOST_END", 200 if whole else 100)
+    return FIFTH if check == "law" else ("tokens=200",) if whole else ()
 
 
 @pytest.mark.heavy
@@ -105,7 +118,7 @@ def test_the_law_of_our_own_server_holds(
     server: Server, audit: Audit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Alone, the most probable false alarm has a probability of 0.001."""
-    monkeypatch.setattr(asking, "PROCESSORS", WHOLE)
+    monkeypatch.setattr(asking, "PROCESSORS", PROCESSORS)
     monkeypatch.setattr(asking, "NUM_PROCESSED", 8)
     with proxy(server) as (url, _):
         ended = audit(url, tmp_path).well()
@@ -116,54 +129,77 @@ def test_the_law_of_our_own_server_holds(
     suite = Xml.parse(tmp_path / "audit.xml").getroot()
     assert {case.attrib["name"] for case in suite} == found.keys()
     assert not suite.findall(".//failure")
-    assert "llama-ssp audit http" in (tmp_path / "audit.md").read_text()
+    page = (tmp_path / "audit.md").read_text()
+    assert f"llama-ssp run task=audit task.url={url}" in page
+    assert re.search(r"The server says that it is: \S+, llama-ssp\.", page)
 
 
 @pytest.mark.parametrize("fault", first(OF_PROXY, num=ALWAYS))
-@pytest.mark.parametrize("seed", [0, *(slow(seed) for seed in range(1, 10))])
+@pytest.mark.parametrize("seed", [0, *(slow(seed) for seed in range(1, 11))])
 def test_a_fault_of_the_answers_is_found(
     fault: str, seed: int, *, server: Server, audit: Audit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = of_size(fault, monkeypatch)
-    with proxy(server, OF_PROXY[fault][0]) as (url, _):
+    """One seed, and ten with the default number of texts."""
+    answer, check = OF_PROXY[fault]
+    words = of_size(check, monkeypatch, whole=seed > 0)
+    with proxy(server, answer) as (url, _):
         ended = audit(url, tmp_path, f"seed={1000 * seed}", *words)
     assert ended.code == 1, ended.err
     failed = {name for name, outcome in outcomes(tmp_path).items() if outcome == "failed"}
-    assert failed == {OF_PROXY[fault][1]}
-    assert Xml.parse(tmp_path / "audit.xml").findall(".//failure")
+    assert failed == {check}
+    suite = Xml.parse(tmp_path / "audit.xml").getroot()
+    assert (len(suite.findall(".//failure")), suite.attrib["failures"]) == (1, "1")
 
 
-@pytest.mark.heavy
-@pytest.mark.parametrize("fault", ["wrong residual", "shared uniforms"])
-@pytest.mark.parametrize("seed", [0, *(slow(seed) for seed in range(1, 10))])
+@pytest.mark.parametrize(
+    ("fault", "seed"),
+    [
+        *(heavy(fault, 0) for fault in ("wrong residual", "shared uniforms")),
+        *(slow(fault, seed) for seed in range(1, 11) for fault in OF_RULE),
+    ],
+)
 def test_a_fault_of_the_rule_is_found(fault: str, seed: int, pair: list[str], audit: Audit, tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         plant(fault, patch)
         with serving(load(*pair), batch_size=16, task=ServeConfig(port=0)) as faulty:
-            ended = audit(f"http://127.0.0.1:{faulty.port}/v1", tmp_path, f"seed={1000 * seed}", "tokens=4000")
+            ended = audit(f"http://127.0.0.1:{faulty.port}/v1", tmp_path, f"seed={1000 * seed}", *OF_RULE[fault])
     assert ended.code == 1, ended.err
     assert {name for name, outcome in outcomes(tmp_path).items() if outcome == "failed"} == {"law"}
 
 
+def whole_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All checks at their default size."""
+    for name, value in {"PROCESSORS": PROCESSORS, "NUM_PROCESSED": 32, "MOST_END": 200}.items():
+        monkeypatch.setattr(asking, name, value)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(40))
-def test_a_true_server_is_not_accused(seed: int, server: Server, audit: Audit, tmp_path: Path) -> None:
+def test_a_true_server_is_not_accused(
+    seed: int, server: Server, audit: Audit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All checks, five seeds at the default size; each is accused with probability 0.001 at most."""
+    whole_checks(monkeypatch)
     with proxy(server) as (url, _):
-        audit(url, tmp_path, f"seed={1000 * seed}", "tokens=2000").well()
+        audit(url, tmp_path, f"seed={1000 * seed}", *(WHOLE if seed < 5 else FIFTH)).well()
 
 
 @pytest.mark.parametrize(
-    ("settings", "seeds"), [heavy({"dtype": "bf16"}, [0]), *(slow(each, range(20)) for each in ROUNDED)]
+    ("settings", "seed"),
+    [heavy({"dtype": "bf16"}, 0), *(slow(settings, seed) for settings in ROUNDED for seed in range(1, 21))],
 )
 def test_rounding_is_no_fault(
-    settings: dict[str, Any], seeds: Sequence[int], pair: list[str], audit: Audit, tmp_path: Path
-) -> None:
-    with serving(load(*pair, **settings), batch_size=16, task=ServeConfig(port=0)) as rounded:
-        for seed in seeds:
-            folder, size = tmp_path / str(seed), "tokens=600" if len(seeds) == 1 else "tokens=6000"
-            ended = audit(f"http://127.0.0.1:{rounded.port}/v1", folder, f"seed={1000 * seed}", size)
-            assert ended.code == 0, ended.err
-            assert re.search(r"rounding moves a sum by 0\.\d+ standard", (folder / "audit.md").read_text())
+    settings: dict[str, Any], seed: int, pair: list[str], *, audit: Audit, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """One seed, and twenty with all checks, of which five are at the default size."""
+    if seed:
+        whole_checks(monkeypatch)
+    size = FEW if not seed else WHOLE if seed <= 5 else FIFTH
+    with serving(load(*pair, **settings), batch_size=16, task=ServeConfig(port=0, max_length=CONTEXT)) as rounded:
+        ended = audit(f"http://127.0.0.1:{rounded.port}/v1", tmp_path, f"seed={1000 * seed}", *size)
+    assert ended.code == 0, ended.err
+    assert re.search(r"rounding moves a sum by \d\.\d+ standard", (tmp_path / "audit.md").read_text())
 
 
 @pytest.mark.heavy
@@ -188,6 +224,8 @@ def test_an_audit_goes_on_where_it_was_stopped(server: Server, audit: Audit, tmp
         num_first = len(asked) - num_whole
         assert num_first <= 20
         assert first.code in {0, 2}, first.err
+        said = " ".join((first.out + first.err).split())
+        assert re.search(r"task.requests or task.minutes left out \d+ requests", said)
         audit(url, tmp_path / "half").well()
     kept = [json.loads(line)[0] for line in (tmp_path / "half" / "answers.jsonl").read_text().splitlines()]
     assert len(kept) == len({*kept}) == num_whole - 1

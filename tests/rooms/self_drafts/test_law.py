@@ -101,10 +101,10 @@ def test_a_fault_of_the_small_cache_would_be_found(is_late: bool, monkeypatch: p
     """A window that is one token late changes drafts, and one that leaves a trace in the target's cache the text."""
     fill = _Window.fill
 
-    def faulty(self: Any, lengths_B1: Tensor) -> Tensor:  # noqa: ANN401
+    def faulty(self: Any, lengths_B1: Tensor, rows_B: Tensor | None) -> Tensor:  # noqa: ANN401
         for layer in () if is_late else self._target.cache.in_rows():
             layer[:, :, 2] += 1.0
-        return fill(self, lengths_B1 - int(is_late))
+        return fill(self, lengths_B1 - int(is_late), rows_B)
 
     monkeypatch.setattr(_Window, "fill", faulty)
     rounds = rounds_of("window and sinks", "speculative", num_drafted=1, vocab_size=3)

@@ -41,7 +41,7 @@ class OfRounds:
         lengths_B = torch.full((len(ids_BT),), ids_BT.shape[1])
         rows_B = torch.arange(len(ids_BT))
         for positions_BT in self._windowed.ends(lengths_B, longest=ids_BT.shape[1], rows_R=rows_B):
-            self._windowed.forward(ids_BT.gather(1, positions_BT), positions_BT, cache_rows_B=rows_B)
+            self._windowed.forward(ids_BT.gather(1, positions_BT), positions_BT, cache_rows_B=rows_B, begins=True)
 
 
 def rounds_of(way: str, rule_name: str, draft: LayeredTables, *, num_drafted: int) -> Rounds:

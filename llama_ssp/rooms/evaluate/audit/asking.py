@@ -23,7 +23,7 @@ LAW, BASELINE, GREEDY, END, SEEDS, STOPS = "law", "baseline", "greedy", "end", "
 ANSWERS = "answers.jsonl"
 NUM_SCORED, NUM_REPEATED, NUM_STOPPED = 64, 4, 8
 """Texts with log-probabilities, texts that are asked for again, and texts with a stop."""
-PROCESSED_TOKENS, NUM_PROCESSED, _NUM_BIASED = 16, 32, 100
+PROCESSED_TOKENS, NUM_PROCESSED, _NUM_BIASED, _ENDING = 16, 32, 100, 100.0
 MOST_END, MOST_READ = 200, 400_000
 """Texts at the end of the context, and tokens that the server reads for them."""
 _OF_BODY: dict[str, Any] = {
@@ -46,9 +46,10 @@ _FEWER_LOGPROBS = 5
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What a server has shown of itself: the fields that it takes, its model's name, its context."""
+    """What a server has shown of itself: the fields that it takes, its model's name, its context, its maker."""
 
     name: str
+    served: str
     extras: dict[str, Any]
     takes_ids: bool
     gives_ids: bool
@@ -64,6 +65,7 @@ class Gathered:
     stops: Mapping[str, str]
     num_repeated: int
     stopped: bool
+    served: str
 
     def of(self, check: str) -> list[tuple[tuple[int, ...], Answered]]:
         """The prompts and answers of a check, in their order."""
@@ -91,15 +93,17 @@ def fields_of(sampling: SamplingConfig) -> dict[str, Any]:
     return {"temperature": sampling.temperature, **found}
 
 
-def processors(session: Session, requests: Sequence[PromptRequest]) -> dict[str, SamplingConfig]:
-    """The settings that are checked one by one, strong enough to show in a few hundred tokens."""
+def processors(session: Session, requests: Sequence[PromptRequest]) -> dict[str, tuple[SamplingConfig, SamplingConfig]]:
+    """The settings that are checked one by one, strong enough to show in a few hundred tokens, and those without."""
     base, eos_ids = plain(session.config.sampling), session.models.eos_ids
     found = {name: with_value(base, name, value) for name, value in PROCESSORS.items()}
     biased = sorted({token for request in requests for token in request.prompt_ids} - {*eos_ids})
     found["logit_bias"] = replace(base, logit_bias=dict.fromkeys(biased[:_NUM_BIASED], 3.0))
-    if eos_ids:
-        found["min_tokens"] = replace(base, min_new_tokens=PROCESSED_TOKENS, eos_ids=tuple(eos_ids))
-    return found
+    both = {name: (sampling, base) for name, sampling in found.items()}
+    if eos_ids:  # a bias ends texts at once, but for the least number of tokens
+        ending = replace(base, logit_bias=dict.fromkeys(eos_ids, _ENDING))
+        both["min_tokens"] = (replace(ending, min_new_tokens=PROCESSED_TOKENS, eos_ids=tuple(eos_ids)), ending)
+    return both
 
 
 class Asker:
@@ -144,7 +148,7 @@ class Asker:
             self._ask(f"{GREEDY}/{number}", request, greedy, num=config.max_new_tokens, seed=seed)
             for number, request in enumerate(self._requests)
         ]
-        for name, sampling in processors(self._session, self._requests).items():
+        for name, (sampling, _) in processors(self._session, self._requests).items():
             turns = [self._requests[number % len(self._requests)] for number in range(NUM_PROCESSED)]
             found += [
                 self._ask(f"{name}/{number}", request, sampling, num=PROCESSED_TOKENS, seed=seed + number)
@@ -189,7 +193,7 @@ class Asker:
 
 def probe(client: Client, session: Session, request: PromptRequest, reader: TextReader) -> Facts:
     """Find the fields that a server takes; raises ConfigError for a server that reads another prompt."""
-    name, context = name_and_context(client, settings_of(session.config).served_name)
+    name, context, maker = shown_model(client, settings_of(session.config).served_name)
     name = name or session.config.model.label
     extras, takes_ids, answer = taken(client, name, [*request.prompt_ids], request.prompt)
     found = reader.read(answer, ends=True)
@@ -199,18 +203,19 @@ def probe(client: Client, session: Session, request: PromptRequest, reader: Text
             "adds text, such as a system prompt, or has another tokenizer; an audit needs /completions as they are"
         )
     gives = any(isinstance(answer["choices"][0].get(key), list) for key in ("token_ids", "tokens"))
-    return Facts(name=name, extras=extras, takes_ids=takes_ids, gives_ids=gives, context=context)
+    served = ", ".join(str(one) for one in (name, maker, answer.get("system_fingerprint")) if one)
+    return Facts(name=name, served=served, extras=extras, takes_ids=takes_ids, gives_ids=gives, context=context)
 
 
-def name_and_context(client: Client, name: str | None) -> tuple[str | None, int | None]:
-    """The name of a server's model, unless it is given, and its context, as far as the server says."""
-    context = None
+def shown_model(client: Client, name: str | None) -> tuple[str | None, int | None, str | None]:
+    """The name of a server's model, unless it is given, its context and its maker, as far as the server says."""
+    context = maker = None
     with suppress(RefusedError, KeyError, IndexError, TypeError, AttributeError):
         model = client.get("/models")["data"][0]
         context = next((model[key] for key in ("max_model_len", "context_length") if model.get(key)), None)
-        context = context or (model.get("meta") or {}).get("n_ctx_train")
+        context, maker = context or (model.get("meta") or {}).get("n_ctx_train"), model.get("owned_by")
         name = name or model["id"]
-    return name, context
+    return name, context, maker
 
 
 def taken(client: Client, name: str, ids: Sequence[int], text: str) -> tuple[dict[str, Any], bool, dict[str, Any]]:
@@ -251,7 +256,8 @@ def gather(session: Session, requests: Sequence[PromptRequest]) -> Gathered:
         keep(*json.loads(line))
     bounds = Bounds(requests=task.requests, minutes=task.minutes)
     client = Client(str(task.url), bounds)
-    asker = Asker(session, requests, probe(client, session, requests[0], reader))
+    facts = probe(client, session, requests[0], reader)
+    asker = Asker(session, requests, facts)
     second = config.seed + (1 << 30)
 
     def stops() -> bool:
@@ -283,4 +289,5 @@ def gather(session: Session, requests: Sequence[PromptRequest]) -> Gathered:
         stops=asker.stops,
         num_repeated=bounds.num_repeated,
         stopped=session.stop_request.requested,
+        served=facts.served,
     )

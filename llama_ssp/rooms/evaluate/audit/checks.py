@@ -60,8 +60,8 @@ def judge_sums(check: str, sums: Mapping[str, Sum], rounding: Mapping[str, float
     left = _beyond(varying, rounding or {})
     p_value, name = min((one.p_value, name) for name, one in left.items())
     z = left[name].z
-    said = f"of {len(varying)} sums the worst is {name}, {z:+.1f} standard errors (p = {p_value:.2g}"
-    said += f", {'above' if p_value > least_p else 'not above'} {least_p:.2g})"
+    said = f'of {len(varying)} sums the farthest from 0 is "{name}", by {z:+.1f} standard errors'
+    said += f" (p = {p_value:.2g}, and a sum fails at {least_p:.2g})"
     if p_value > least_p:
         return Finding(check, HELD, said + _missed(varying, rounding or {}, least_p=least_p))
     low, high = 0.0, 1.0  # of the total variation that would explain the sums
@@ -95,8 +95,9 @@ def _missed(sums: Mapping[str, Sum], rounding: Mapping[str, float], *, least_p: 
         chances[f"temperature x {1 - _COOLER:g}"] = moved.power(0, least_p=least_p)
     missed = [f"{fault} ({chance:.2f})" for fault, chance in chances.items() if chance < LEAST_POWER]
     sure = [fault for fault, chance in chances.items() if chance >= LEAST_POWER]
-    said = f"; would have found: {', '.join(sure)}" if sure else ""
-    return said + (f"; could have missed: {', '.join(missed)}" if missed else "")
+    if not sure:
+        return "; at this size and tolerance no fault would surely have been found"
+    return f"; would have found: {', '.join(sure)}" + (f"; could have missed: {', '.join(missed)}" if missed else "")
 
 
 def between(first: Mapping[str, Sum], second: Mapping[str, Sum], *, factor: float) -> dict[str, Sum]:
@@ -136,7 +137,7 @@ def judge_processor(
 
     of_others, of_asked = product(without, asked), product(asked, without)
     needed = math.log(num / OF_PROCESSORS) + len(asked) * math.log1p(variation / share)
-    factors = f"over {len(asked)} tokens, exp({of_others:.1f}) for its absence and exp({of_asked:.1f}) for it"
+    factors = f"over {len(asked)} tokens the evidence for it is exp({of_asked:.1f}), against it exp({of_others:.1f})"
     if of_others >= needed:
         return Finding(name, FAILED, f"{name} is ignored: {factors}")
     if of_asked >= needed:
@@ -147,8 +148,8 @@ def judge_processor(
 def judge_log_probs(pairs: Sequence[tuple[Scored, TokenLogprob]]) -> tuple[Finding, float | None]:
     """Judge returned log-probabilities against the target's own; returns the largest total variation too.
 
-    That of the most probable tokens that both name, and the rest. Rounding leaves the slope of the one in the other at
-    1; another temperature does not.
+    That of the most probable tokens that both name, and the rest, and no less than the text's token alone shows.
+    Rounding leaves the slope of the one in the other at 1; another temperature does not.
     """
     check, distances, slopes = "log-probabilities", list[float](), list[tuple[float, float]]()
     own_apart = [abs(scored.own - known.logprob) for scored, known in pairs]
@@ -158,7 +159,8 @@ def judge_log_probs(pairs: Sequence[tuple[Scored, TokenLogprob]]) -> tuple[Findi
         of_server = [math.exp(one) for one, _ in both]
         of_target = [math.exp(one) for _, one in both]
         rest = abs(sum(of_server) - sum(of_target))
-        distances.append((sum(abs(a - b) for a, b in zip(of_server, of_target, strict=True)) + rest) / 2)
+        of_top = (sum(abs(a - b) for a, b in zip(of_server, of_target, strict=True)) + rest) / 2
+        distances.append(max(of_top, abs(math.exp(scored.own) - math.exp(known.logprob))))
         total = sum(of_target)
         means = [sum(p * pair[one] for p, pair in zip(of_target, both, strict=True)) / (total or 1) for one in (0, 1)]
         slopes.append((
@@ -188,11 +190,11 @@ def judge_greedy(gaps: Sequence[Sequence[float]], *, near_tie: float, is_known: 
         return Finding("greedy", UNKNOWN, "the server gives no greedy text")
     worst = [max(of_text, default=0.0) for of_text in gaps]
     others = [one for one in worst if one > near_tie]
-    said = f"{sum(one == 0 for one in worst)} of {len(worst)} texts are the target's best tokens, "
+    said = f"{sum(one == 0 for one in worst)} of {len(worst)} texts are the target's best tokens"
     if others:
-        said += f"{len(others)} part by up to {max(others):.3g} nats, where a near tie is at most {near_tie:.3g}"
-    else:
-        said += f"the others part at near ties, of at most {near_tie:.3g} nats"
+        said += f", {len(others)} part by up to {max(others):.3g} nats, where a near tie is at most {near_tie:.3g}"
+    elif any(worst):
+        said += f", the others part at near ties, of at most {near_tie:.3g} nats"
     return Finding("greedy", HELD if not others else FAILED if is_known else UNKNOWN, said)
 
 

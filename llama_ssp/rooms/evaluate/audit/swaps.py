@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, cast
 from llama_ssp.errors import ConfigError, FailedEvaluation, SspError
 from llama_ssp.ranks.failures import from_rank_0
 from llama_ssp.ranks.world import World
-from llama_ssp.rooms.evaluate.audit.asking import fields_of, name_and_context, taken
+from llama_ssp.rooms.evaluate.audit.asking import fields_of, shown_model, taken
 from llama_ssp.rooms.evaluate.audit.checks import FAILED, UNKNOWN, Finding, judge_swaps
 from llama_ssp.rooms.evaluate.audit.client import Ask, Bounds, Client, RefusedError, answers
 from llama_ssp.rooms.evaluate.audit.texts import Answered, ids_of
@@ -35,7 +35,7 @@ def _compare(config: RunConfig, terminal: Terminal) -> Finding:
     groups, num = [list[list[Answered]]() for _ in prompts], max(PLACES) + 1
     for place, url in enumerate((task.url, task.baseline)):
         client = Client(str(url), bounds)
-        name = name_and_context(client, task.served_name)[0] or ""
+        name = shown_model(client, task.served_name)[0] or ""
         extras, _, _ = taken(client, name, (), prompts[0])
         body = {"model": name, "max_tokens": num} | extras | fields_of(config.sampling)
         body.pop("logprobs", None)

@@ -62,7 +62,9 @@ def audit(session: Session, requests: list[PromptRequest]) -> None:
     with raise_on_all_ranks(comm):
         if session.folder:
             write_report(session, found, findings, outcome, judge.contexts())
-    sentence = f"{worst.check}: {worst.said}"
+    sentence, num_left = f"{worst.check}: {worst.said}", len(found.prompts.keys() - found.answers.keys())
+    if num_left:
+        sentence += f"; task.requests or task.minutes left out {num_left} requests, which the same command makes"
     if outcome == UNKNOWN:
         raise SspError(f"could not judge {task.url}: {sentence}; audit.md in {session.config.run_dir} has all checks")
     measures = [Measure(name=f"{one.check} {one.outcome}", value=float(one.outcome == HELD)) for one in findings]
@@ -206,10 +208,8 @@ class _Judge:
         return finding, shown
 
     def _greedy(self, variation: float | None) -> Finding:
-        gaps = [
-            [known[0].top[0].logprob - known[0].logprob for known in zip(of_text)]
-            for _, of_text in self._known(GREEDY, 1)
-        ]
+        known = self._known(GREEDY, 1)
+        gaps = [[place.top[0].logprob - place.logprob for place in of_text] for _, of_text in known]
         near_tie = NEAR_TIES.get(self._config.model.dtype, 0.0)
         return checks.judge_greedy(
             gaps, near_tie=max(near_tie, 2 * self._nats if variation else 0.0), is_known=variation is not None
@@ -217,13 +217,12 @@ class _Judge:
 
     def _processors(self, variation: float | None) -> list[Finding]:
         found, asked = list[Finding](), processors(self._session, self._requests)
-        for name, sampling in asked.items():
+        for name, laws in asked.items():
             if refusal := self._found.refusal(name):
                 found.append(Finding(name, UNKNOWN, f"the server refuses it: {refusal}"))
                 continue
             of_asked, without = (
-                [value for one in self._score(name, law, sums=False) for value in one.log_probs]
-                for law in (sampling, plain(self._config.sampling))
+                [value for one in self._score(name, law, sums=False) for value in one.log_probs] for law in laws
             )
             found.append(checks.judge_processor(name, of_asked, without, num=len(asked), variation=variation or 0.0))
         return found
@@ -250,6 +249,8 @@ class _Judge:
         return found if of_last.outcome != FAILED else of_last._replace(said=f"the last position: {of_last.said}")
 
     def _stops(self) -> Finding:
+        if refusal := self._found.refusal(STOPS):
+            return Finding(STOPS, UNKNOWN, f"the server refuses it: {refusal}")
         found = self._found.of(STOPS)
         keys = [key for key in self._found.prompts if key.startswith(f"{STOPS}/")]
         stops = [self._found.stops[key] for key in keys if isinstance(self._found.answers.get(key), Answered)]

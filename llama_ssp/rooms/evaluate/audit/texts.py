@@ -67,16 +67,17 @@ class TextReader:
         found = choice.get("logprobs") or {}
         ids = ids_of(choice)
         ids = self._named(found) if ids is None else ids
-        finish, scored = str(choice.get("finish_reason")), self._scored(found, ids)
+        text, finish = str(choice.get("text") or ""), str(choice.get("finish_reason"))
+        ids = None if text and not ids else ids
+        scored = self._scored(found, ids)
         if ends and ids is not None and finish == "stop" and self._eos_ids and not {*ids[-1:]} & {*self._eos_ids}:
             ids += tuple(self._eos_ids[:1])  # some servers leave the last token out
-        text, num_prompt = str(choice.get("text") or ""), usage.get("prompt_tokens")
-        return Answered(text=text, ids=ids, finish=finish, scored=scored, num_prompt=num_prompt)
+        return Answered(text=text, ids=ids, finish=finish, scored=scored, num_prompt=usage.get("prompt_tokens"))
 
     def _named(self, found: Mapping[str, Any]) -> tuple[int, ...] | None:
         """The ids by the names of tokens; one that no id or several have hides all."""
-        pieces = found.get("content") or found.get("tokens")
-        if not isinstance(pieces, list) or not pieces:
+        pieces = next((found[name] for name in ("content", "tokens") if found.get(name) is not None), None)
+        if not isinstance(pieces, list):
             return None
         ids = [self._id_of(piece) for piece in pieces]
         return None if None in ids else tuple(one for one in ids if one is not None)
