@@ -44,11 +44,11 @@ def test_every_argument_goes_to_ranks_of_their_own(monkeypatch: pytest.MonkeyPat
             pass
 
     monkeypatch.setattr("llama_ssp.rooms.python_ranks.pair.StartedRanks", Ranks)
-    load("tiny", "tiny-draft", ranks=2, spare_rows=3, placement="sharded")
+    load("tiny", {"kind": "self", "layers": [0, 2]}, ranks=2, spare_rows=3, placement="sharded")
     assert calls["ranks"] == 2
     assert calls["load"].keys() == inspect.signature(load).parameters.keys() - {"ranks"}
     given = {name: value for name, value in calls["load"].items() if value is not None}
     assert given == {
-        "model": "tiny", "draft": "tiny-draft", "device": "auto", "tokenizer": "same", "placement": "sharded",
-        "spare_rows": 3,
+        "model": "tiny", "draft": {"kind": "self", "layers": [0, 2]}, "device": "auto", "tokenizer": "same",
+        "placement": "sharded", "spare_rows": 3,
     }  # fmt: skip
