@@ -25,7 +25,7 @@ test *arguments:
 quick *arguments=("tests/unit" + whole_runs_models_and_kernels):
     "{{bin}}/pytest" -m "not (seconds or heavy or slow or distributed)" {{arguments}}
 
-# run what .ci/run adds to the default tests
+# run the heavy tests: cases in which values meet, and many starts
 heavy *arguments:
     "{{bin}}/pytest" --heavy -m heavy {{arguments}}
 
@@ -67,6 +67,6 @@ fix:
     "{{bin}}/ruff" check --fix
     "{{bin}}/ruff" format
 
-# what a change must pass before it is merged
-ci:
-    bash .ci/run
+# what a change must pass before it is merged; `just ci --heavy` before a release, and for the core
+ci *options:
+    bash .ci/run {{options}}

@@ -1,6 +1,6 @@
 """What all tests share: no network, one thread per process, how many workers, and which markers run on which machine.
 
-Three lanes, by cost: unmarked tests run always, `heavy` ones with --heavy (as .ci/run does), `slow` ones with --slow.
+Three lanes, by cost: unmarked tests run always, `heavy` ones with --heavy, `slow` ones with --slow.
 A fourth, with --gpu-stub, needs a CUDA build of torch.
 """
 
@@ -138,7 +138,7 @@ def pair() -> Any:  # noqa: ANN401 - a `Pair`, which takes seconds to import
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--heavy", action="store_true", help="also run the tests that .ci/run adds to the default ones")
+    parser.addoption("--heavy", action="store_true", help="also run the tests in which values meet, and many starts")
     parser.addoption("--gpu-stub", action="store_true", help="run the tests on the stub device: `just gpu-stub`")
     parser.addoption("--slow", action="store_true", help="also run the tests that take minutes, and the heavy ones")
 
