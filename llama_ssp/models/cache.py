@@ -394,9 +394,11 @@ class Taps(Workspace):
         return (first_B1 + positions_BT).flatten()
 
     def write(self, layer: int, x_ME: Tensor, slots_M: Tensor) -> None:
-        """Keep the input of a tapped layer."""
-        place = self.layers.index(layer) * self._width
-        self._kept_MX.narrow(1, place, self._width).index_copy_(0, slots_M, x_ME.to(self._device))
+        """Keep the input of a tapped layer; of six layers the default taps are (2, 3, 3)."""
+        for number, tapped in enumerate(self.layers):
+            if tapped == layer:
+                kept_ME = self._kept_MX.narrow(1, number * self._width, self._width)
+                kept_ME.index_copy_(0, slots_M, x_ME.to(self._device))
 
     def before(self, number: int) -> list[int]:
         """The tapped layers before this one."""

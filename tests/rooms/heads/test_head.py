@@ -241,3 +241,12 @@ def test_plans_read_the_sizes_that_are_loaded(save: Save, tmp_path: Path) -> Non
     shape, _ = read_config(folder)
     assert shape == inspect(folder).shape
     assert (shape.model_type, shape.vocab_size, shape.target_vocab_size) == ("eagle3", 1024, 4096)
+
+
+def test_a_layer_that_is_tapped_twice_is_kept_twice() -> None:
+    """As EAGLE-3's default taps of a target with six layers are: 2, 3 and 3."""
+    taps = Taps((2, 3, 3), width=2, dtype=torch.float32, device=torch.device("cpu"))
+    taps.allocate(batch_size=1, num_slots=4)
+    for layer in (2, 3):
+        taps.write(layer, torch.full((1, 2), float(layer)), torch.tensor([1]))
+    assert taps.read(torch.tensor([[1]])).flatten().tolist() == [2, 2, 3, 3, 3, 3]
