@@ -58,6 +58,19 @@ def write_rows(target: Path, sources: batches.SourceRows, scratch: Path, options
         count += 1
 
 
+def own_rows(sources: batches.SourceRows, options: argparse.Namespace) -> list[Tensor]:
+    """Reads the rows of the scratch folder, which the target writes first if there are none.
+
+    Args:
+        sources: Where the prompts come from.
+        options: `target`, `scratch`, `own_minutes`, and what `write_rows` reads but `rows`.
+    """
+    if not load_rows(options.scratch, sources.row_ends.pad):
+        writing = argparse.Namespace(**vars(options) | {"minutes": options.own_minutes, "rows": 96})
+        write_rows(options.target, sources, options.scratch, writing)
+    return load_rows(options.scratch, sources.row_ends.pad)
+
+
 def main() -> None:
     """Generates until the minutes are spent."""
     parser = argparse.ArgumentParser(description=__doc__)

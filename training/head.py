@@ -202,7 +202,7 @@ class Trainer:
         self.sources = batches.SourceRows(self.tokenizer, files, options.seed)
         self.arithmetic = None if options.text else batches.ArithmeticRows(self.tokenizer, options.seed)
         self.ends = self.sources.row_ends
-        own = self._own_rows()
+        own = generate.own_rows(self.sources, options)
         self.held_BT, self.own = torch.stack(own[:HELD_ROWS]).to(options.device), own[HELD_ROWS:]
         self.target = Target(options.target, options.device)
         tap_rms_C = self.target.taps(self.held_BT)[0].float().square().mean((0, 1)).sqrt()
@@ -222,14 +222,6 @@ class Trainer:
             [written, self.sources.files], self.options.vocabulary, self.target.model.config.vocab_size
         )
         return Head(self.target.head_config(self.options.intermediate), drafted_W)
-
-    def _own_rows(self) -> list[Tensor]:
-        rows = generate.load_rows(self.options.scratch, self.ends.pad)
-        if not rows:
-            writing = argparse.Namespace(**vars(self.options) | {"minutes": self.options.own_minutes, "rows": 96})
-            generate.write_rows(self.options.target, self.sources, self.options.scratch, writing)
-            rows = generate.load_rows(self.options.scratch, self.ends.pad)
-        return rows
 
     def rows(self, step: int) -> Tensor:
         """Returns the ids of one step: own text and sources, or a few long rows of sources."""

@@ -89,14 +89,18 @@ class StaticCache(Workspace):
 
         With `in_rows`, a cache that is read by length is read like any other.
         """
-        first_slot_B1 = self._first_slot_B1 if cache_rows_B is None else self._first_slot_B1[cache_rows_B]
-        slots_M = (first_slot_B1 + positions_BT).flatten()
+        slots_M = self._slots(positions_BT, cache_rows_B)
         rows_B = None if self._reads_by_length else cache_rows_B
         return CacheView(self.buffers(bucket, in_rows=in_rows), slots_M, rows_B, self._kept)
 
-    def move(self, from_BD: Tensor, to_BD: Tensor) -> None:
-        """Copy keys and values of some slots of each row to others."""
-        from_M, to_M = ((self._first_slot_B1 + slots_BD).flatten() for slots_BD in (from_BD, to_BD))
+    def _slots(self, slots_BT: Tensor, cache_rows_B: Tensor | None) -> Tensor:
+        """Some slots of each row (M,) among those of all rows; for the rows see `Runner.forward`."""
+        first_B1 = self._first_slot_B1 if cache_rows_B is None else self._first_slot_B1.index_select(0, cache_rows_B)
+        return (first_B1 + slots_BT).flatten()
+
+    def move(self, from_BD: Tensor, to_BD: Tensor, cache_rows_B: Tensor | None = None) -> None:
+        """See `Runner.move`."""
+        from_M, to_M = (self._slots(slots_BD, cache_rows_B) for slots_BD in (from_BD, to_BD))
         for whole in self._wholes:
             assert whole is not None, "a forward comes first"
             parts = whole.flatten(2, 3).flatten(0, 1)
@@ -156,22 +160,22 @@ class StaticCache(Workspace):
             num_slots = None if number in layers else 0
             self._zeros(number, whole.device, heads=whole.shape[:2], width=whole.shape[-1], num_slots=num_slots)
 
-    def take_slots(self, other: "StaticCache", from_BC: Tensor) -> None:
+    def take_slots(self, other: "StaticCache", from_BC: Tensor, cache_rows_B: Tensor | None = None) -> None:
         """Copy some slots of each row of another cache to the first ones of the same row here, of layers with slots."""
         layers = [number for number, own in enumerate(self._wholes) if own is not None and own.shape[3]]
-        for number, held in zip(layers, other.slots(from_BC, layers), strict=True):
-            own = self._wholes[number]
-            assert own is not None, "`make_buffers` comes first"
-            own[:, :, :, : from_BC.shape[1]].copy_(held.view(*own.shape[:3], from_BC.shape[1], -1))
+        to_BC = torch.arange(from_BC.shape[1], device=from_BC.device).expand_as(from_BC)
+        self.put_slots(to_BC, layers, other.slots(from_BC, layers, cache_rows_B), cache_rows_B)
 
-    def slots(self, slots_BT: Tensor, layers: Collection[int]) -> list[Tensor]:
+    def slots(self, slots_BT: Tensor, layers: Collection[int], cache_rows_B: Tensor | None = None) -> list[Tensor]:
         """What some slots of each row hold, (2 N, B * T, W) of each of these layers."""
-        slots_M = (self._first_slot_B1 + slots_BT).flatten()
+        slots_M = self._slots(slots_BT, cache_rows_B)
         return [parts.index_select(1, slots_M.to(parts.device)) for parts in self._parts_of(layers)]
 
-    def put_slots(self, slots_BT: Tensor, layers: Collection[int], held: Sequence[Tensor]) -> None:
-        """Put back what `slots` has returned."""
-        slots_M = (self._first_slot_B1 + slots_BT).flatten()
+    def put_slots(
+        self, slots_BT: Tensor, layers: Collection[int], held: Sequence[Tensor], cache_rows_B: Tensor | None = None
+    ) -> None:
+        """Put back what `slots` has returned, or put it elsewhere."""
+        slots_M = self._slots(slots_BT, cache_rows_B)
         for parts, held_2NMW in zip(self._parts_of(layers), held, strict=True):
             parts.index_copy_(1, slots_M.to(parts.device), held_2NMW)
 
@@ -408,9 +412,9 @@ class Taps(Workspace):
         taps_MX = self._kept_MX.index_select(0, self.slots(positions_BT, rows_B))
         return taps_MX.view(*positions_BT.shape, -1)
 
-    def move(self, from_BD: Tensor, to_BD: Tensor) -> None:
+    def move(self, from_BD: Tensor, to_BD: Tensor, rows_B: Tensor | None = None) -> None:
         """Copy the taps of some slots of each row to others."""
-        self._kept_MX.index_copy_(0, self.slots(to_BD), self.read(from_BD).flatten(0, 1))
+        self._kept_MX.index_copy_(0, self.slots(to_BD, rows_B), self.read(from_BD, rows_B).flatten(0, 1))
 
     def copy(self, from_row: int, to_rows: Sequence[int], num_tokens: int) -> None:
         """Copy the taps of the first slots of a row to other rows."""
@@ -526,10 +530,10 @@ class CachedRunner:
         if saves and not self._saved:
             self._saved = make(num_kept=1)
 
-    def move(self, from_BD: Tensor, to_BD: Tensor) -> None:
+    def move(self, from_BD: Tensor, to_BD: Tensor, cache_rows_B: Tensor | None = None) -> None:
         """See `Runner.move`."""
         assert self._cache is not None, "allocate comes first"
-        self._cache.move(from_BD, to_BD)
+        self._cache.move(from_BD, to_BD, cache_rows_B)
 
     def copy(self, from_row: int, to_rows: Sequence[int], num_tokens: int, *, from_saved: bool = False) -> None:
         """See `Runner.copy`."""

@@ -145,7 +145,8 @@ class Runner(Cached, Protocol):
             positions_BT: their positions in their rows.
             bucket: number of cache slots to read; all positions are below it.
             score_positions_BR: which of the T tokens to score; None for all.
-            cache_rows_B: each sequence's row in the cache; None for all rows, in order.
+            cache_rows_B: each sequence's row in the cache; None for all rows, in order. A row may be there several
+                times, with the same tokens.
             consecutive: each position of a row is the one before it plus 1, as attention by lengths assumes.
             pieces: the tokens are one packed row (B = 1), and these say which rows of the cache they belong to.
             taps: where the inputs of its layers are kept; None keeps none.
@@ -166,8 +167,8 @@ class Runner(Cached, Protocol):
     def forget(self) -> None:
         """Count a use: from now on no caller knows what the rows hold."""
 
-    def move(self, from_BD: Tensor, to_BD: Tensor) -> None:
-        """Copy the cache's contents from some slots of each row to others."""
+    def move(self, from_BD: Tensor, to_BD: Tensor, cache_rows_B: Tensor | None = None) -> None:
+        """Copy the cache's contents from some slots of each row to others; for the rows see `forward`."""
 
     def copy(self, from_row: int, to_rows: Sequence[int], num_tokens: int, *, from_saved: bool = False) -> None:
         """Copy the cache's contents from the first slots of a row to other rows, which can include this row.

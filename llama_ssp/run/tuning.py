@@ -7,6 +7,7 @@ import json
 import math
 import time
 from collections.abc import Sequence
+from functools import partial
 from statistics import linear_regression
 
 from llama_ssp.architectures.engine import CATCH_UP_CHUNK
@@ -32,7 +33,7 @@ _NUM_WARM, _NUM_TIMED, _ENOUGH_S = 2, 16, 2.0
 def make_ready(
     decoder: Decoder, requests: Sequence[Request], config: RunConfig, *, comm: Comm, folder: RunFolder | None = None
 ) -> None:
-    """Make caches for requests; then measure, once for a decoder, the costs by which it chooses K for each round.
+    """Make caches for requests; then measure, once for a decoder, the costs by which it chooses K and rows of rounds.
 
     All ranks must call this together; most decoders have no such choice. `comm` has all ranks. On rank 0, `folder` is
     the run folder that has the measurement or will have it. Raises ConfigError on every rank if the folder's is
@@ -40,6 +41,10 @@ def make_ready(
     """
     decoder.make_room(requests)
     round_ = decoder.round
+    in_the_middle = max(len(request.prompt_ids) + request.max_new_tokens // 2 for request in requests)
+    picks = round_.drafters and round_.steps and decoder.picks_rows and decoder.batch_size > 1
+    if picks and decoder.reading_rows == math.inf:
+        decoder.reading_rows = _measure_reading(decoder, comm=comm, num_slots=in_the_middle)
     if not (config.speculation.adapts and round_.drafters) or isinstance(decoder.length, AdaptiveLength):
         return
     # Hosts may have measured other pairs, and all ranks must choose alike.
@@ -66,10 +71,24 @@ def make_ready(
 
     content = from_rank_0(comm, kept)
     if content is None:
-        in_the_middle = max(len(request.prompt_ids) + request.max_new_tokens // 2 for request in requests)
         measured = _measure_costs(decoder, choices, comm=comm, num_slots=in_the_middle)
         content = from_rank_0(comm, keep)
     decoder.choose_by(AdaptiveLength(_read_costs(content, choices), acceptance=acceptance))
+
+
+def _measure_reading(decoder: Decoder, *, comm: Comm, num_slots: int) -> float:
+    """Measure `Decoder.reading_rows` by plain rounds of one row and of all rows, in turns; the fastest ones count."""
+    numbers, plain, found = (1, None), [DraftChoice(0)], list[list[float]]()
+    started = time.perf_counter()
+    for repetition in range(_NUM_WARM + _NUM_TIMED):
+        found.append([decoder.time_rounds(plain, num_slots=num_slots, num_rows=number)[0] for number in numbers])
+        is_enough = repetition > _NUM_WARM and time.perf_counter() - started > _ENOUGH_S
+        if from_rank_0(comm, partial(bool, is_enough)):
+            break
+    one_s, all_s = (min(of_number) for of_number in zip(*found[_NUM_WARM:], strict=True))
+    row_s = (all_s - one_s) / (decoder.batch_size - 1)
+    reading_rows: float = from_rank_0(comm, lambda: max(one_s / row_s - 1, 0.0) if row_s > 0 else math.inf)
+    return reading_rows
 
 
 def _expected_acceptance(config: RunConfig) -> list[float]:

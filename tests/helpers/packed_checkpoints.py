@@ -43,7 +43,7 @@ NF4 = torch.tensor(
         0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
     ]
 )  # fmt: skip
-_LINEAR = re.compile(r"layers\.\d+\..*(proj(_with_mqa)?|query_key_value|dense\w*)\.weight$")
+_LINEAR = re.compile(r"(layers|mtp_block)\.\d+\..*(proj(_with_mqa)?|query_key_value|dense\w*)\.weight$")
 MXFP4 = "mxfp4"
 """A layout of experts alone."""
 _OF_EXPERTS = re.compile(r"experts\.\w+_proj$")

@@ -108,7 +108,7 @@ class PrefixRunner:
         cache.scatter_(1, written_BT[..., None].expand_as(vectors_BTD), vectors_BTD)
         if cache_rows_B is not None:
             self.slots.cache[cache_rows_B] = cache
-            shown_BSD = cache[:, :bucket]
+            shown_BSD = shown_BSD[cache_rows_B]
         seen_BTS1 = (slots_S <= positions_BT[..., None] if tree is None else tree.seen_slots)[..., None]
         hidden_BTD = torch.sin(torch.where(seen_BTS1, shown_BSD[:, None], 0.0).sum(2))
         if score_positions_BR is not None:
@@ -118,10 +118,12 @@ class PrefixRunner:
             return own_part(logits_BRV, self.vocab_size, self.comm)
         return best_of(logits_BRV) if self.reads is Reads.best else logits_BRV
 
-    def move(self, from_BD: Tensor, to_BD: Tensor) -> None:
-        cache, width = self.slots.cache, (-1, -1, 8)
+    def move(self, from_BD: Tensor, to_BD: Tensor, cache_rows_B: Tensor | None = None) -> None:
+        cache, width = self.slots.cache if cache_rows_B is None else self.slots.cache[cache_rows_B], (-1, -1, 8)
         moved_BDX = cache.gather(1, from_BD[..., None].expand(width))
         cache.scatter_(1, to_BD[..., None].expand(width), moved_BDX)
+        if cache_rows_B is not None:
+            self.slots.cache[cache_rows_B] = cache
 
     def copy(self, from_row: int, to_rows: Sequence[int], num_tokens: int, *, from_saved: bool = False) -> None:
         assert not from_saved, "it keeps no states"

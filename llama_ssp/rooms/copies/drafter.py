@@ -94,7 +94,8 @@ class NgramDrafter:
         offsets_K = self._offsets_K[:num_tokens]
         ids_BK = tokens_BS.gather(1, lengths_B1 - period_B1 + offsets_K % period_B1)
         if self._history:
-            self._history.add(tokens_BS, lengths_B1, num_tokens=self.num_draft_tokens + num_unread)
+            num_new = self.num_draft_tokens + num_unread
+            self._history.add(tokens_BS, lengths_B1, num_tokens=num_new, places_B=rows.places)
         longest_B1 = matches_BS.amax(1, keepdim=True) // _MOST_SLOTS
         for texts in [texts for texts in (self._history, self._corpus) if texts]:
             matched_B1, copied_BK = texts.find(tokens_BS, lengths_B1, offsets_K)
@@ -249,10 +250,11 @@ class History(_Sequences, Workspace):
         slots_1W = torch.arange(prompts.longest, device=device)[None]
         self._add(prompts.tokens_RS, torch.minimum(slots_1W, prompts.lengths_R[:, None] - 1), serials_R1)
 
-    def add(self, tokens_BS: Tensor, lengths_B1: Tensor, *, num_tokens: int) -> None:
-        """Add the newest tokens of each row of the batch."""
+    def add(self, tokens_BS: Tensor, lengths_B1: Tensor, *, num_tokens: int, places_B: Tensor | None = None) -> None:
+        """Add the newest tokens of each row of the batch, or of those at some places."""
         steps_W = torch.arange(-num_tokens, 0, device=lengths_B1.device)
-        self._add(tokens_BS, (lengths_B1 + steps_W).clamp_min(0), self._serials_B1)
+        serials_B1 = self._serials_B1 if places_B is None else self._serials_B1.index_select(0, places_B)
+        self._add(tokens_BS, (lengths_B1 + steps_W).clamp_min(0), serials_B1)
 
     def _add(self, tokens_RS: Tensor, slots_RW: Tensor, serials_R1: Tensor) -> None:
         num_texts, _, num_slots = self.sizes

@@ -1,6 +1,6 @@
 """Runs the stages of a round in torch's interpreter, which replays a trace without Python.
 
-Each batch size and each choice of a draft has its own trace. A stage whose model may change its operators runs from
+Each number of rows and each choice of a draft has its own trace. A stage whose model may change its operators runs from
 Python, as do messages of overlapped rounds.
 """
 
@@ -33,7 +33,7 @@ class TracedExecutor(Executor):
         if not stage.repeats:
             return stage.function(state, *values)
         tensors = tensors_of(values)
-        key = stage.operators, state.tokens_BS.shape, *[tensor.shape for tensor in tensors]
+        key = stage.operators, state.tokens_BS.shape, state.places_B.shape, *[tensor.shape for tensor in tensors]
 
         def flat(*inputs: Tensor) -> Any:  # noqa: ANN401 - tensors, whose places in the result `_forms` keeps
             found = stage.function(BatchState(*inputs[:_STATE]), *filled(values, iter(inputs[_STATE:])))

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from llama_ssp.architectures.engine import CATCH_UP_CHUNK, PREFILL_CHUNK
 from llama_ssp.models.prefill import Buckets, Held, Prompts, read_prompts
+from llama_ssp.models.upload import to_device
 from llama_ssp.speculate.drafters.drafter import DrafterParts, StepwiseDrafter
 from llama_ssp.speculate.sampling.context import Rows
 from llama_ssp.speculate.sampling.trees import Level, ReadLevel
@@ -43,7 +44,7 @@ class _PairReader:
 
     def __init__(self, head: "Head", read: Callable[..., Tensor]) -> None:
         self._read = read
-        self.is_invariant, self.copy = head.is_invariant, head.copy
+        self.is_invariant, self.copy, self.uses_masks = head.is_invariant, head.copy, head.uses_masks
 
     def save(self, row: int, num_tokens: int) -> None:
         """Keep nothing: a head has no states."""
@@ -91,7 +92,15 @@ class HeadDrafter(StepwiseDrafter):
             held=[self._held(*both) for both in zip(some.held, some.lengths, strict=False)],
         )  # fmt: skip
         of_some = [rows[place] for place in places]
-        reader = cast("Runner", _PairReader(self._head, self._reading_pairs(some, of_some)))
+        read = self._reading_pairs(some, of_some)
+        if ends := getattr(self._head, "ends", None):  # of a window, from the first pair on
+            rows_R = to_device(of_some, self._head.device)
+            first_R1 = torch.zeros_like(rows_R)[:, None]
+            for positions_RT in ends(pairs.lengths_R, longest=max(pairs.lengths), rows_R=rows_R):
+                ids_RT = pairs.tokens_RS.gather(1, positions_RT)
+                read(ids_RT, positions_RT, cache_rows_B=rows_R, bucket=0, score_positions_B1=first_R1, begins=True)
+            return
+        reader = cast("Runner", _PairReader(self._head, read))
         read_prompts(reader, pairs, rows=of_some, buckets=buckets)
 
     def _reading_pairs(self, _prompts: Prompts, _rows: Sequence[int]) -> Callable[..., Tensor]:
@@ -120,12 +129,16 @@ class HeadDrafter(StepwiseDrafter):
     def _hidden(self, positions_BT: Tensor, rows_B: Tensor) -> Tensor:
         return self._head.hidden_of(self._taps.read(positions_BT, rows_B))
 
+    def _in_taps(self, rows: Rows) -> Tensor:
+        """The rows (B,) of the taps of these rows."""
+        return self._rows.rows_B if rows.places is None else self._rows.rows_B.index_select(0, rows.places)
+
     def _extend(
-        self, tokens_BS: Tensor, positions_BT: Tensor, score_B1: Tensor, *, bucket: int, consecutive: bool = True
+        self, rows: Rows, positions_BT: Tensor, score_B1: Tensor, *, bucket: int, consecutive: bool = True
     ) -> tuple[Tensor, Tensor]:
         return self._head.extend(
-            tokens_BS.gather(1, positions_BT + 1), self._hidden(positions_BT, self._rows.rows_B), positions_BT,
-            bucket=bucket, score_positions_B1=score_B1, consecutive=consecutive,
+            rows.tokens_BS.gather(1, positions_BT + 1), self._hidden(positions_BT, self._in_taps(rows)), positions_BT,
+            bucket=bucket, score_positions_B1=score_B1, cache_rows_B=rows.places, consecutive=consecutive,
         )  # fmt: skip
 
     def _catch_up(self, rows: Rows, *, bucket: int, num_unread: int) -> None:
@@ -134,7 +147,7 @@ class HeadDrafter(StepwiseDrafter):
         for distance in range(self._width + num_unread - 2, self._width, -CATCH_UP_CHUNK):
             positions_BT = (lengths_B1 - 1 - distance + self._pairs_T[:CATCH_UP_CHUNK]).clamp_min(0)
             first_B1 = torch.zeros_like(lengths_B1)
-            self._extend(rows.tokens_BS, positions_BT, first_B1, bucket=bucket, consecutive=False)
+            self._extend(rows, positions_BT, first_B1, bucket=bucket, consecutive=False)
 
     def _reading(self, rows: Rows, *, bucket: int, num_unread: int) -> ReadLevel:
         """A node's pair has its parent's output, as far after the newest pair as the node is after the root."""
@@ -147,7 +160,7 @@ class HeadDrafter(StepwiseDrafter):
                 self._catch_up(rows, bucket=bucket, num_unread=num_unread)
                 start_B1 = (lengths_B1 - 1 - self._width).clamp_min(0)
                 hidden_BME, logits_BMV = self._extend(
-                    rows.tokens_BS, start_B1 + self._pairs_T[: self._width], lengths_B1 - 2 - start_B1, bucket=bucket
+                    rows, start_B1 + self._pairs_T[: self._width], lengths_B1 - 2 - start_B1, bucket=bucket
                 )
                 return logits_BMV
             assert hidden_BME is not None
@@ -155,7 +168,7 @@ class HeadDrafter(StepwiseDrafter):
             if level.parents_BM is not None:
                 hidden_BME = hidden_BME.gather(1, level.parents_BM[..., None].expand(-1, -1, hidden_BME.shape[2]))
             hidden_BME, logits_BMV = self._head.extend(
-                level.ids_BM, hidden_BME, positions_BM, bucket=bucket, tree=places
+                level.ids_BM, hidden_BME, positions_BM, bucket=bucket, cache_rows_B=rows.places, tree=places
             )
             return logits_BMV
 

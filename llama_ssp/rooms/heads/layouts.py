@@ -40,7 +40,7 @@ from llama_ssp.rooms.heads.kinds import (
     kind_of,
     refuse_other_heads,
 )
-from llama_ssp.rooms.heads.reaches import ALL, OF_REACHES, SLIDING, Reach, reaches_of
+from llama_ssp.rooms.heads.reaches import ALL, OF_REACHES, SLIDING, Reach, beside, reaches_of
 
 _LAYERS_BEFORE = "target_layer_ids"
 _MASKS = "mask_token_id", "ptd_token_id"
@@ -96,8 +96,16 @@ class HeadConfig:
             target_vocab_size=layers.vocab_size, target_hidden_size=self.target_hidden_size,
             num_taps=len(self.layers) if self.layers else NUM_TAPS, most_drafted=self.most_drafted,
             tapped_layers=self.layers or (),
+            sees_by_itself=not self.sees_all or self._has_windows,
             markov_size=sum(map(math.prod, self.joining_sizes(layers.hidden_size, layers.vocab_size).values())),
         )  # fmt: skip
+
+    @property
+    def _has_windows(self) -> bool:
+        """Whether layers of pairs have windows."""
+        types = self.sizes.get("layer_types")
+        is_switched_on = bool(self.sizes.get("sliding_window") and self.sizes.get("use_sliding_window"))
+        return is_switched_on if types is None else SLIDING in types
 
     @property
     def sees_all(self) -> bool:
@@ -151,6 +159,8 @@ def read_head_config(content: Mapping[str, Any], file: Path) -> HeadConfig | Non
         kind, reaches = DFLASH, reaches_of(content, sizes, found, file)
         sizes = {name: value for name, value in sizes.items() if name not in OF_REACHES}
         sizes["model_type"] = "qwen3"  # whatever it says: all implementations build its layers
+    elif SPECULATOR in content:
+        sizes |= beside(content, sizes, file)
     sizes.setdefault("model_type", "llama")
     if not reaches and sizes["model_type"] == "llama" and SLIDING in (sizes.get("layer_types") or ()):
         sizes["model_type"] = "mistral"  # a Llama whose layers may have windows

@@ -71,8 +71,8 @@ class ModulesDrafter(HeadDrafter):
         for distance in range(self._width + num_unread - 2, self._width, -CATCH_UP_CHUNK):
             positions_BT = (lengths_B1 - 1 - distance + self._pairs_T[:CATCH_UP_CHUNK]).clamp_min(0)
             self._read_all(
-                rows.tokens_BS, lengths_B1, positions_BT, self._rows.rows_B, bucket=bucket,
-                score_positions_B1=torch.zeros_like(lengths_B1), consecutive=False,
+                rows.tokens_BS, lengths_B1, positions_BT, self._in_taps(rows), bucket=bucket,
+                score_positions_B1=torch.zeros_like(lengths_B1), cache_rows_B=rows.places, consecutive=False,
             )  # fmt: skip
 
     def propose(self, rows: Rows, *, num_tokens: int, uniforms_BKP: Tensor, bucket: int, num_unread: int = 2) -> Draft:
@@ -99,7 +99,7 @@ class ModulesDrafter(HeadDrafter):
         self._catch_up(rows, bucket=bucket, num_unread=num_unread)
         start_B1 = (lengths_B1 - 1 - self._width).clamp_min(0)
         positions_BT, newest_B1 = start_B1 + self._pairs_T[: self._width], lengths_B1 - 2
-        hidden_BTE = self._hidden(positions_BT, self._rows.rows_B)
+        hidden_BTE = self._hidden(positions_BT, self._in_taps(rows))
         own_B1E = hidden_BTE[:, :1]
 
         def logits_of(level: Level | None) -> Tensor:
@@ -109,13 +109,13 @@ class ModulesDrafter(HeadDrafter):
                 tokens_BS.scatter_(1, lengths_B1 + depth - 1, ids_B1)
             if depth > last:
                 own_B1E, logits_B1V = self._head.extend(
-                    ids_B1, own_B1E, newest_B1 + depth - last, bucket=bucket, module=last
+                    ids_B1, own_B1E, newest_B1 + depth - last, bucket=bucket, cache_rows_B=rows.places, module=last
                 )
                 return logits_B1V
             scored_B1 = newest_B1 - start_B1
             found_BTE, logits_B1V = self._head.extend(
                 _tokens(tokens_BS, positions_BT + 1 + depth, lengths_B1 - 1 + depth), hidden_BTE, positions_BT,
-                bucket=bucket, score_positions_B1=scored_B1, module=depth, keeps_all=True,
+                bucket=bucket, score_positions_B1=scored_B1, cache_rows_B=rows.places, module=depth, keeps_all=True,
             )  # fmt: skip
             own_B1E = found_BTE.gather(1, scored_B1[..., None].expand(-1, -1, found_BTE.shape[-1]))
             hidden_BTE = found_BTE if self._head.chains else hidden_BTE

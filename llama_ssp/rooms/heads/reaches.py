@@ -22,7 +22,8 @@ from llama_ssp.errors import CheckpointError
 from llama_ssp.rooms.heads.kinds import DEEPSPEC, DFLASH2, SPECULATOR, classes_of, fields_of_blocks
 
 SLIDING, _TYPES = "sliding_attention", {"sliding_attention", "full_attention"}
-OF_REACHES = "layer_types", "sliding_window", "use_sliding_window", "max_window_layers", "is_causal"
+_OF_WINDOWS = "layer_types", "sliding_window", "use_sliding_window", "max_window_layers"
+OF_REACHES = *_OF_WINDOWS, "is_causal"
 """Fields of a model's config that say it otherwise."""
 
 
@@ -64,6 +65,15 @@ def reaches_of(content: Mapping[str, Any], sizes: Mapping[str, Any], kind: str, 
         raise CheckpointError(f"{file} has is_causal, which `speculators` says by sliding_window_non_causal")
     is_causal = not content.get("sliding_window_non_causal", kind == DFLASH2)
     return tuple(Reach(window, is_causal, from_anchor=True) if kind == SLIDING and window else ALL for kind in types)
+
+
+def beside(content: Mapping[str, Any], sizes: Mapping[str, Any], file: Path) -> dict[str, Any]:
+    """The windows of layers of pairs that stand beside these in a config.json of `speculators`.
+
+    CheckpointError if they contradict themselves.
+    """
+    found = {name: _said(name, content, sizes, file) for name in _OF_WINDOWS if content.get(name) is not None}
+    return {"use_sliding_window": True} | found if found else {}
 
 
 def _said(name: str, content: Mapping[str, Any], sizes: Mapping[str, Any], file: Path) -> Any:  # noqa: ANN401

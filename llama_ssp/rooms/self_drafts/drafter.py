@@ -53,8 +53,8 @@ class _Part:
         """Follow the target, which allocates first."""
         self.model.follow(self._target, None, reads=reads)
 
-    def fill(self, lengths_B1: Tensor) -> Tensor:
-        """The slot (B, 1) of each row's newest token in the cache, which holds what it is to see."""
+    def fill(self, lengths_B1: Tensor, rows_B: Tensor | None) -> Tensor:  # noqa: ARG002
+        """The slot (B, 1) of the newest token of each of these rows in the cache, which holds what it is to see."""
         return lengths_B1 - 1
 
 
@@ -96,13 +96,13 @@ class _Window(_Part, OwnBuckets):
         self._target.make_buffers(self._target.cache, range(self._target.cache.num_layers))
         self.model.follow(self._target, self._cache, reads=reads)
 
-    def fill(self, lengths_B1: Tensor) -> Tensor:
+    def fill(self, lengths_B1: Tensor, rows_B: Tensor | None) -> Tensor:
         """Copy sinks and window of each row; see `_Part.fill`."""
         assert self._cache is not None, "allocate comes first"
         num_read_B1 = lengths_B1 - 1
         skipped_B1 = (num_read_B1 - self._num_kept).clamp_min(0)
         from_BC = (self._slots_C + skipped_B1 * self._moves_C).minimum(num_read_B1)  # a row may be shorter
-        self._cache.take_slots(self._target.cache, from_BC)
+        self._cache.take_slots(self._target.cache, from_BC, rows_B)
         return num_read_B1.clamp_max(self._num_kept)
 
 
@@ -143,17 +143,18 @@ class SelfDrafter(StepwiseDrafter):
         if not self._slots_T.numel():
             return super().propose(rows, **how)
         cache, slots_BT = self._target.cache, rows.lengths_B[:, None] - 1 + self._slots_T
-        held, states = cache.slots(slots_BT, range(cache.num_layers)), self._target.state_tensors
+        layers = range(cache.num_layers)
+        held, states = cache.slots(slots_BT, layers, rows.places), self._target.state_tensors
         kept = [state.clone() for state in states]
         draft = super().propose(rows, **how)
-        cache.put_slots(slots_BT, range(cache.num_layers), held)
+        cache.put_slots(slots_BT, layers, held, rows.places)
         for state, before in zip(states, kept, strict=True):
             state.copy_(before)
         return draft
 
     def _reading(self, rows: Rows, *, bucket: int, num_unread: int) -> ReadLevel:  # noqa: ARG002
         newest_B1 = rows.lengths_B[:, None] - 1
-        root_B1 = self._part.fill(newest_B1 + 1)
+        root_B1 = self._part.fill(newest_B1 + 1, rows.places)
         has_window = isinstance(self._part, _Window)
         own_bucket = self._part.own_bucket(bucket) if isinstance(self._part, _Window) else bucket
         taken_B: Tensor | None = None
@@ -176,7 +177,7 @@ class SelfDrafter(StepwiseDrafter):
                     assert slots_U is not None
                     places = TreePlaces(root_B1 + depth, one_B11, slots_U)
             logits_BMV: Tensor = self._part.model.forward(
-                ids_BM, positions_BM, bucket=own_bucket, tree=places, taken_B=taken_B
+                ids_BM, positions_BM, bucket=own_bucket, cache_rows_B=rows.places, tree=places, taken_B=taken_B
             )
             return logits_BMV
 

@@ -86,12 +86,15 @@ class _OwnText(Workspace):
         self._prompt_lengths_B.index_copy_(0, rows_R, lengths_R)
         self._own_prompt_lengths_B.index_copy_(0, rows_R, own_lengths_R)
 
-    def write(self, rows: Rows, vocabularies: VocabularyMap) -> Tensor:
-        """Write the pieces of all new tokens of the target; returns the lengths (B, 1), at least 1."""
-        tokens_BS, lengths_B1 = rows.tokens_BS, rows.lengths_B[:, None]
-        own_prompt_B1 = self._own_prompt_lengths_B[:, None]
+    def write(self, rows: Rows, vocabularies: VocabularyMap) -> tuple[Tensor, Tensor]:
+        """Write the pieces of all new tokens of the target; returns the texts, and the lengths (B, 1), at least 1."""
+        tokens_BS, lengths_B1, places_B = rows.tokens_BS, rows.lengths_B[:, None], rows.places
+        texts = own_BX, prompts_B, own_prompts_B = self.tokens_BX, self._prompt_lengths_B, self._own_prompt_lengths_B
+        if places_B is not None:
+            own_BX, prompts_B, own_prompts_B = (part.index_select(0, places_B) for part in texts)
+        own_prompt_B1 = own_prompts_B[:, None]
         stops_BS = torch.ones_like(tokens_BS).cumsum(1)  # unlike a range, right for any number of slots in a trace
-        is_new_BS = (stops_BS > self._prompt_lengths_B[:, None]) & (stops_BS <= lengths_B1)
+        is_new_BS = (stops_BS > prompts_B[:, None]) & (stops_BS <= lengths_B1)
         spelled_BS = own_prompt_B1 + (vocabularies.num_pieces_V[tokens_BS] * is_new_BS).cumsum(1)
         # Tokens past the limit of any earlier token are cut from all later ones.
         limits_BS = (stops_BS * OWN_SLOTS_PER_SLOT).minimum(self._most)
@@ -102,8 +105,8 @@ class _OwnText(Workspace):
         offsets_M = torch.arange(pieces_BSM.shape[-1], device=tokens_BS.device)
         places_BSM = starts_BS[..., None] + offsets_M
         places_BSM = torch.where(places_BSM < ends_BS[..., None], places_BSM, self._nowhere)
-        self.tokens_BX.scatter_(1, places_BSM.flatten(1), pieces_BSM.flatten(1))
-        return ends_BS[:, -1:].minimum(lengths_B1 * OWN_SLOTS_PER_SLOT).clamp_min(1)
+        own_BX.scatter_(1, places_BSM.flatten(1), pieces_BSM.flatten(1))
+        return own_BX, ends_BS[:, -1:].minimum(lengths_B1 * OWN_SLOTS_PER_SLOT).clamp_min(1)
 
 
 class IntersectionDrafter(StepwiseDrafter, OwnBuckets):
@@ -171,10 +174,13 @@ class IntersectionDrafter(StepwiseDrafter, OwnBuckets):
         read_prompts(self.runner, own, rows=rows, buckets=own_buckets)
 
     def _reading(self, rows: Rows, *, bucket: int, num_unread: int) -> ReadLevel:
-        own_BX, own_lengths_B1 = self._text.tokens_BX, self._text.write(rows, self.vocabularies)
+        own_BX, own_lengths_B1 = self._text.write(rows, self.vocabularies)
         width, bucket = self._first_W.shape[0], self.own_bucket(bucket)
         num_unread = width + (num_unread - 2) * (width - 1)
-        catch_up(self.runner, own_BX, own_lengths_B1, num_unread=num_unread, num_kept=width, bucket=bucket)
+        catch_up(
+            self.runner, own_BX, own_lengths_B1, num_unread=num_unread, num_kept=width, bucket=bucket,
+            cache_rows_B=rows.places,
+        )  # fmt: skip
 
         def logits_of(level: Level | None) -> Tensor:
             wanted_B1: Tensor | None = None
@@ -185,7 +191,9 @@ class IntersectionDrafter(StepwiseDrafter, OwnBuckets):
                 positions_BT = (own_lengths_B1 - self._width).clamp_min(0) + self._first_W
                 wanted_B1 = own_lengths_B1 - 1 - positions_BT[:, :1]
                 ids_BT = own_BX.gather(1, positions_BT)
-            logits_BMD = self.runner.forward(ids_BT, positions_BT, bucket=bucket, score_positions_BR=wanted_B1)
+            logits_BMD = self.runner.forward(
+                ids_BT, positions_BT, bucket=bucket, score_positions_BR=wanted_B1, cache_rows_B=rows.places
+            )
             return self.vocabularies.to_target(logits_BMD)
 
         return logits_of

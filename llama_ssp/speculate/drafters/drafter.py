@@ -92,7 +92,8 @@ class Drafter(Protocol):
         """Extend every row by K tokens, at most `num_draft_tokens`.
 
         Args:
-            rows: the batch, each with at least 2 tokens; the drafted ids are written after each row's text.
+            rows: the batch or some rows of it (`Rows.places`), each with at least 2 tokens; the drafted ids are written
+                after each row's text.
             num_tokens: K.
             uniforms_BKP: one draw for each token, at least K; see `processors.draw`.
             bucket: number of cache slots to read, at least length + K.
@@ -202,7 +203,8 @@ class StepwiseDrafter:
                 probs.append(probs_B1V)
         ids_BK = torch.cat(drafted, dim=1)
         tokens_BS.scatter_(1, lengths_B1 + self._offsets_K[:num_tokens], ids_BK)
-        return Draft(ids_BK, torch.cat([*probs, self._tables.nothing_B1V], dim=1) if probs else POINT_MASS)
+        nothing_B1V = self._tables.nothing_B1V[: len(ids_BK)]
+        return Draft(ids_BK, torch.cat([*probs, nothing_B1V], dim=1) if probs else POINT_MASS)
 
 
 def with_forced(
@@ -259,8 +261,9 @@ class TreeTables(Workspace):
 
 
 def catch_up(
-    runner: Runner, tokens_BS: Tensor, lengths_B1: Tensor, *, num_unread: int, num_kept: int, bucket: int
-) -> None:
+    runner: Runner, tokens_BS: Tensor, lengths_B1: Tensor, *, num_unread: int, num_kept: int, bucket: int,
+    cache_rows_B: Tensor | None = None,
+) -> None:  # fmt: skip
     """Read the last `num_unread` tokens of each row, but for the last `num_kept`, into a model's cache, in chunks.
 
     A row with fewer tokens reads its first one several times.
@@ -269,7 +272,10 @@ def catch_up(
         offsets_T = torch.arange(-distance, CATCH_UP_CHUNK - distance, device=lengths_B1.device)
         positions_BT = (lengths_B1 + offsets_T).clamp_min(0)
         ids_BT, first_B1 = tokens_BS.gather(1, positions_BT), torch.zeros_like(lengths_B1)
-        runner.forward(ids_BT, positions_BT, bucket=bucket, score_positions_BR=first_B1, consecutive=False)
+        runner.forward(
+            ids_BT, positions_BT, bucket=bucket, score_positions_BR=first_B1, cache_rows_B=cache_rows_B,
+            consecutive=False,
+        )  # fmt: skip
 
 
 def take_in(

@@ -4,6 +4,7 @@ Shapes: B sequences, S slots, K drafted tokens, P = 2 uniforms per draw, V vocab
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -54,7 +55,10 @@ class ModelDrafter(StepwiseDrafter):
             if is_recurrent:
                 take_in(self.runner, known_BS, lengths_B1, unread_B=unread_B, num_unread=num_unread, bucket=bucket)
             else:
-                catch_up(self.runner, known_BS, lengths_B1, num_unread=num_unread, num_kept=_NUM_READ, bucket=bucket)
+                catch_up(
+                    self.runner, known_BS, lengths_B1, num_unread=num_unread, num_kept=_NUM_READ, bucket=bucket,
+                    cache_rows_B=rows.places,
+                )  # fmt: skip
         if is_recurrent:  # the first step takes in the last two
             unread_B.copy_(rows.lengths_B)
 
@@ -69,11 +73,12 @@ class ModelDrafter(StepwiseDrafter):
                 positions_BM, wanted_B1 = start_B1 + self._path_T, lengths_B1 - 1 - start_B1
                 ids_BM = tokens_BS.gather(1, positions_BM)
             else:
-                positions_BM, wanted_B1 = lengths_B1 + self._last_two, self._tables.second_B1
+                positions_BM, wanted_B1 = lengths_B1 + self._last_two, self._tables.second_B1[: len(lengths_B1)]
                 ids_BM = tokens_BS.gather(1, positions_BM)
             logits_BMV = self.runner.forward(
-                self._known(ids_BM), positions_BM, bucket=bucket, score_positions_BR=wanted_B1, tree=places
-            )
+                self._known(ids_BM), positions_BM, bucket=bucket, score_positions_BR=wanted_B1,
+                cache_rows_B=rows.places, tree=places,
+            )  # fmt: skip
             missing = self.vocab_size - logits_BMV.shape[-1]
             if self._rule.reads is not Reads.all or not missing:
                 return logits_BMV
@@ -89,8 +94,11 @@ class ModelDrafter(StepwiseDrafter):
 
 def make(parts: DrafterParts) -> Drafter:
     """Make the drafter on a rank that holds the draft model or a slice of it; see `drafters.maker`."""
-    is_head = parts.taps is not None  # which only a head reads
-    how = cache_of(parts.config) or vocabulary_of(parts.config)
-    make_drafter = parts.runner.make_drafter if is_head else imported(how.make, setting="draft")
-    drafter: Drafter = make_drafter(parts)
+    kept, make_drafter = cache_of(parts.config), None
+    if parts.taps is not None:  # which only a head reads
+        make_drafter = parts.runner.make_drafter
+        if kept:
+            parts = replace(parts, runner=imported(kept.of_head, setting="draft")(parts.runner, parts))
+    how = kept or vocabulary_of(parts.config)
+    drafter: Drafter = (make_drafter or imported(how.make, setting="draft"))(parts)
     return drafter

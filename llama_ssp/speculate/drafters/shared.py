@@ -77,7 +77,7 @@ class TapsSender:
         if number not in self._offsets:
             self._offsets[number] = torch.arange(number, device=rows.lengths_B.device)
         positions_BT = (rows.lengths_B[:, None] - 1 - number + self._offsets[number]).clamp_min(0)
-        self._taps.share(positions_BT, comm=comm, src=self._src)
+        self._taps.share(positions_BT, rows.places, comm=comm, src=self._src)
 
 
 class _SharedDrafter:

@@ -10,15 +10,17 @@ turns, of texts that are scored in free rows.
     rows decode    | round | chunk | round | chunk | round |      of the target; the draft reads a prompt at once
 """
 
+import math
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, islice
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from llama_ssp.architectures.engine import CATCH_UP_CHUNK, MOST_GRAPHED_BUCKETS, PREFILL_CHUNK
 from llama_ssp.errors import NumericError, SspError
@@ -34,7 +36,7 @@ from llama_ssp.speculate.engine.likelihoods import ScoredText, TokenScores, scor
 from llama_ssp.speculate.engine.masks import Constraint
 from llama_ssp.speculate.engine.results import Launched, RowResult, Update
 from llama_ssp.speculate.engine.round import DraftChoice, Executor, Round
-from llama_ssp.speculate.engine.rows import Backlog, RowTable
+from llama_ssp.speculate.engine.rows import Backlog, RowTable, computed_rows
 from llama_ssp.speculate.engine.state import BatchState, Request
 from llama_ssp.speculate.engine.text import StopStrings
 from llama_ssp.speculate.engine.threads import Threads
@@ -94,6 +96,9 @@ class Decoder:
         reuses_any_length: runs may take beginnings of any length from texts of earlier ones.
         space: caches, and the batch that runs share.
         lag: rounds that are launched before the oldest one is read.
+        picks_rows: a round can compute some rows alone, and every text keeps its bits.
+        reading_rows: rows of a plain round whose computation takes as long as reading the weights; infinite until
+            it is measured.
         rounds_s, num_rounds: time and number of all rounds so far.
         stopped: the latest run has ended by a wish to stop that the deciding rank announced.
     """
@@ -120,8 +125,9 @@ class Decoder:
         self.is_cuda = round_.target.device.type == "cuda"
         self.clock = EventClock() if self.is_cuda else HostClock()
         self.lag = 1 if self.is_cuda else 0
+        self.picks_rows = reuse.any_length and not (self.executor.replays_addresses or round_.verifier.is_split)
         self.space = BatchSpace(round_, self.executor, batch_size=batch_size, reuse=reuse)
-        self.rounds_s, self.num_rounds = 0.0, 0
+        self.rounds_s, self.num_rounds, self.reading_rows = 0.0, 0, math.inf
         self.stopped = False
 
     def choose_by(self, length: FixedLength) -> None:
@@ -154,8 +160,10 @@ class Decoder:
         """Allocate caches for these and all earlier requests; call it first to avoid later reallocation."""
         self.space.make(requests, reuses=self.settings.reuses)
 
-    def time_rounds(self, choices: Sequence[DraftChoice], *, num_slots: int) -> list[float]:
-        """Run one round of each choice over vacant rows, reading `num_slots` slots, after `make_room`.
+    def time_rounds(
+        self, choices: Sequence[DraftChoice], *, num_slots: int, num_rows: int | None = None
+    ) -> list[float]:
+        """Run one round of each choice over vacant rows, all or some, reading `num_slots` slots, after `make_room`.
 
         Returns the seconds of each. The first two calls warm up executors; later ones measure.
         """
@@ -164,6 +172,9 @@ class Decoder:
             self.space.buckets.covering(num_slots),
             type(self.clock)(),
         )
+
+        if num_rows is not None:
+            state = state.some(torch.arange(num_rows, device=state.lengths_B.device))
 
         def time_round(choice: DraftChoice) -> float:
             started = time.perf_counter()
@@ -174,7 +185,7 @@ class Decoder:
 
         with self.threads.in_use():
             while self.threads.is_undecided:
-                self.threads.after_round((choices[0], bucket), time_round(choices[0]))
+                self.threads.after_round((choices[0], bucket, len(state.lengths_B)), time_round(choices[0]))
             return [time_round(choice) for choice in choices]
 
     def warm_up(self, requests: Sequence[Request]) -> None:
@@ -217,6 +228,8 @@ class Decoding:
         self._has_news = self._reads_first = False
         self._comm = self.round.verifier.comm
         self._state: BatchState | None = None
+        self._flying_rows: Sequence[int] = ()
+        self._num_owed = 0  # rounds of the rows without drafts before the next one of the others
 
     def updates(self) -> Iterator[list[Update]]:
         """See `Decoder.run`."""
@@ -232,11 +245,11 @@ class Decoding:
                     self.round.verifier.announce(STOP_REQUESTED)
                 was_round = not (
                     (self._waiting or self.rows.reserved)
-                    and (was_round or not any(self.rows.owners))
+                    and ((was_round and not self._num_owed) or not any(self.rows.owners))
                     and self._take_turn()
                 )
                 if was_round:
-                    choice, bucket, in_flight = self._launch(in_flight)
+                    work, in_flight = self._launch(in_flight)
                 running, launched = self.rows.decoding, time.perf_counter()
                 if self._reading:
                     running.append(self._reading.owner)
@@ -251,7 +264,7 @@ class Decoding:
                 round_s = (launched if reads_prompts else ended) - started if was_round else None
                 by_part: dict[str, float] = {}
                 if round_s is not None:
-                    decoder.threads.after_round((choice, bucket), round_s)
+                    decoder.threads.after_round(work, round_s)
                     decoder.rounds_s += round_s
                     decoder.num_rounds += 1
                     draft_s, verify_s = decoder.clock.take()
@@ -260,24 +273,68 @@ class Decoding:
                 if updates:
                     yield updates
 
-    def _launch(self, in_flight: Law) -> tuple[DraftChoice, int, Law]:
-        """Launch a round; returns what it drafts, the slots that it reads, and the law of tokens in flight after it."""
+    def _launch(self, in_flight: Law) -> tuple[Hashable, Law]:
+        """Launch a round; returns what it computes, and the law of tokens in flight after it."""
         assert self._state, "a round has rows"
-        if not all(self.rows.owners):
-            self.space.held.forget(self.rows.free)
-        for row, length in self.rows.reserved.items():  # rounds write after the text there
-            self._state.vacate(row, length=length)
-        choice = self._choose()
-        lengths = [len(owner.request.prompt_ids) + len(owner.token_ids) for owner in self.rows.owners if owner]
-        known = max([*lengths, *self.rows.reserved.values()])
+        rows, choice = self._next()
+        state, owners = self._state, [*self.rows.owners]
+        lengths = [len(owner.request.prompt_ids) + len(owner.token_ids) for owner in owners if owner]
+        if rows is None:  # a round of all rows writes into vacant ones too, and after the texts that are read
+            if not all(owners):
+                self.space.held.forget(self.rows.free)
+            for row, length in self.rows.reserved.items():
+                state.vacate(row, length=length)
+            lengths += self.rows.reserved.values()
+        else:
+            num_live = len({*rows})
+            owners = [owners[row] if place < num_live else None for place, row in enumerate(rows)]
+            state = state.some(to_device(rows, state.lengths_B.device))
+        self._use_steps([owner.request for owner in owners if owner])
+        known = max(lengths)
         unread = sum([pending.choice.num_tokens + 1 for pending in self._pending]) if self._pending else 0
         bucket = self.space.buckets.covering(known + unread + choice.num_tokens + 1 + self.round.num_ahead)
-        result, in_flight = self.round.step(
-            self.decoder.executor, self._state, in_flight, choice=choice, bucket=bucket, clock=self.decoder.clock,
-            constraints=self._constraints_of(self.rows.owners) if self.round.masks else (),
+        if choice.num_tokens:
+            in_flight = self._flying(in_flight, rows)
+        result, following = self.round.step(
+            self.decoder.executor, state, in_flight, choice=choice, bucket=bucket, clock=self.decoder.clock,
+            constraints=self._constraints_of(owners) if self.round.masks else (),
         )  # fmt: skip
-        self._pending.append(Launched.of(result, [*self.rows.owners], choice, is_prefill=False))
-        return choice, bucket, in_flight
+        if state is not self._state:
+            self._state.take(state)
+        self._pending.append(Launched.of(result, owners, choice, is_prefill=False))
+        return (choice, bucket, len(owners)), following if choice.num_tokens else in_flight
+
+    def _next(self) -> tuple[list[int] | None, DraftChoice]:
+        """The rows that the next round computes, None for all, and what it drafts.
+
+        Rows without drafts have rounds of their own, several after one of the other rows, as far as the time allows
+        that all of its positions would take in these rows too.
+        """
+        decoder, owners = self.decoder, self.rows.owners
+        if not decoder.picks_rows:
+            return None, self._choose()
+        live = [row for row, owner in enumerate(owners) if owner]
+        plain = [row for row, owner in enumerate(owners) if owner and owner.request.num_draft_tokens == 0]
+        if self._num_owed and 0 < len(plain) < len(live):
+            self._num_owed -= 1
+            return computed_rows(plain, most=decoder.batch_size), DraftChoice(0)
+        choice = self._choose()
+        has_both = plain and choice.num_tokens
+        num_positions = len(plain) * (choice.num_tokens + 1)
+        self._num_owed = int(num_positions / (decoder.reading_rows + len(plain))) if has_both else 0
+        if self._num_owed:
+            live = [row for row in live if row not in plain]
+        rows = computed_rows(live, most=decoder.batch_size)
+        return (rows if self._num_owed or len(rows) < decoder.batch_size else None), choice
+
+    def _flying(self, in_flight: Law, rows: Sequence[int] | None) -> Law:
+        """The law of tokens in flight by the rows of the next round; a row that the last one left out has none."""
+        rows = range(self.decoder.batch_size) if rows is None else rows
+        before, self._flying_rows = self._flying_rows, rows
+        if not isinstance(in_flight, Tensor) or [*before] == [*rows]:
+            return in_flight
+        places = {row: place for place, row in reversed([*enumerate(before)])}
+        return in_flight.index_select(0, to_device([places.get(row, 0) for row in rows], in_flight.device))
 
     @property
     def is_idle(self) -> bool:
@@ -313,14 +370,15 @@ class Decoding:
 
     def _choose(self) -> DraftChoice:
         """Choose what the next round drafts; a drafter that has not read all prompts reads them now if it drafts."""
-        if steps := self.round.steps:
-            self._use_steps([owner.request for owner in self.rows.decoding])
         choice = self.decoder.length.choose(self._unread.num_tokens)
-        has_limits = self.round.limit or (steps and steps.limits)
-        if has_limits and all(
+        if (self.round.limit or self.round.steps) and all(
             owner.request.num_draft_tokens == 0 or self._outgrew(owner, choice) for owner in self.rows.decoding
         ):
             return DraftChoice(0)  # no row will be drafted for again, so that nothing is skipped
+        if self.round.may_shorten and self.round.steps:
+            mosts = [owner.request.num_draft_tokens for owner in self.rows.decoding]
+            longest = max(choice.num_tokens if most is None else most for most in mosts)
+            choice = choice._replace(num_tokens=min(choice.num_tokens, longest))
         if choice.num_tokens:
             if self._state and (unread := self._unread.take_prompts(choice.source)):
                 self.round.read_late(

@@ -97,7 +97,7 @@ class TokenMasks(Workspace):
         if any(found):
             width = self.forced_BK.shape[1]
             filled = [tokens + [-1] * (width - len(tokens)) for tokens in found]
-            self.forced_BK.copy_(to_device(filled, self._device))
+            self.forced_BK[: len(filled)].copy_(to_device(filled, self._device))
         return any(found)
 
     def fill(self, rows: slice, constraints: Sequence[Constraint | None], drafted: "Drafted | None") -> None:

@@ -156,7 +156,7 @@ class Round:
         clock: HostClock,
         constraints: Sequence[Constraint | None] = (),
     ) -> tuple[Tensor, Law]:
-        """Run one round on a batch whose rows have at least two tokens.
+        """Run one round on a batch, or on some of its rows, which have at least two tokens.
 
         It reads `bucket` cache slots, at least the longest row's length + K. In rounds that overlap, `in_flight` is the
         law that the round before has returned. `constraints` are of the rows, if one has a constraint: the host then
@@ -212,7 +212,7 @@ class Round:
     def _draft(self, choice: DraftChoice, is_forced: bool, bucket: int, state: BatchState) -> tuple[Tensor, Draft]:
         uniforms_BN, rows, number = state.uniforms(), self.draft_rows(state), choice.num_tokens
         if is_forced and self.masks:
-            rows = rows._replace(forced_BK=self.masks.forced_BK)
+            rows = rows._replace(forced_BK=self.masks.forced_BK[: len(uniforms_BN)])
         limit = self._limit_of(choice.source)
         draft = self.drafters[choice.source].propose(
             limit.of_rows(rows, number) if limit else rows,
@@ -253,7 +253,7 @@ class Round:
         """Let the rule accept a path of a scored draft, and commit that."""
         context, bits_BWX = self._context(state, num_drafted=num_tokens), None
         if has_masks and self.masks:
-            bits_BWX = self.masks.bits_BTX[:, : num_tokens + 1]
+            bits_BWX = self.masks.bits_BTX[: len(uniforms_BN), : num_tokens + 1]
         forced = self.verifier.forced
         decision = self.verifier.verify(
             draft, *self.verifier.process(logits_BWV, context, bits_BWX),
@@ -269,7 +269,9 @@ class Round:
         taken_B = None
         if self.target.is_recurrent:  # none in rows that ended, or whose prompt is being read
             taken_B = (state.lengths_B < state.limits_B) * (num_drafted + 1)
-        logits_BWV = self.target.forward(ids_BW, positions_BW, bucket=bucket, taps=self.taps, taken_B=taken_B)
+        logits_BWV = self.target.forward(
+            ids_BW, positions_BW, bucket=bucket, cache_rows_B=state.rows.places, taps=self.taps, taken_B=taken_B
+        )
         return logits_BWV, self._context(state, num_drafted=num_drafted)
 
     def _context(self, state: BatchState, *, num_drafted: int) -> Context | None:
@@ -283,7 +285,9 @@ class Round:
         root_B1 = state.lengths_B[:, None] - 1
         positions_BW, places = self._nodes.places(root_B1, 0, nodes.depths_BT, nodes.ancestors_BTT, bucket=bucket)
         ids_BW = torch.cat([state.tokens_BS.gather(1, root_B1), ids_BN], dim=1)
-        return self.target.forward(ids_BW, positions_BW, bucket=bucket, taps=self.taps, tree=places)
+        return self.target.forward(
+            ids_BW, positions_BW, bucket=bucket, cache_rows_B=state.rows.places, taps=self.taps, tree=places
+        )
 
     def _follow(self, state: BatchState, draft: Draft, decision: Decision) -> tuple[Decision, Tensor]:
         """Move the accepted path of a tree to follow the text; returns the decision on this chain, and its tokens."""
@@ -292,9 +296,9 @@ class Round:
         lengths_B1 = state.lengths_B[:, None]
         num_accepted_B1, path_BD = draft.nodes.path_to(decision.node_B1)
         from_BD, to_BD = lengths_B1 - 1 + path_BD, lengths_B1 + self._steps_D
-        self.target.move(from_BD, to_BD)
+        self.target.move(from_BD, to_BD, state.rows.places)
         if self.taps:
-            self.taps.move(from_BD, to_BD)
+            self.taps.move(from_BD, to_BD, state.rows.places)
         path_ids_BD = draft.ids_BK.gather(1, path_BD - 1)
         state.tokens_BS.scatter_(1, to_BD, path_ids_BD)
         return decision._replace(node_B1=num_accepted_B1), path_ids_BD
@@ -311,7 +315,7 @@ class Round:
         """Plain decoding: score the last token, draw one, commit it."""
         uniforms_B1P = self.uniforms.split(state.uniforms()).plain_BTP
         logits_B1V, context = self.score(state, num_drafted=0, bucket=bucket)
-        bits_B1X = self.masks.bits_BTX[:, :1] if has_masks and self.masks else None
+        bits_B1X = self.masks.bits_BTX[: len(uniforms_B1P), :1] if has_masks and self.masks else None
         return state.commit(self.verifier.draw(logits_B1V, uniforms_B1P, context, bits_B1X))
 
     def _of_target(
@@ -358,6 +362,13 @@ class Round:
     def draft_rows(self, state: BatchState) -> Rows:
         """The rows as the draft sees them."""
         return state.rows
+
+    @property
+    def may_shorten(self) -> bool:
+        """Whether rows that take fewer drafted tokens have the same text if no more are drafted."""
+        return self.verifier.rule.goes_by_token and not (
+            self.tree or self.limit or self.num_ahead or self.verifier.forced
+        )
 
     @property
     def num_allocations(self) -> tuple[int, ...]:

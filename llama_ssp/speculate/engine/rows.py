@@ -40,6 +40,16 @@ class RowTable:
         return row
 
 
+def computed_rows(rows: Sequence[int], *, most: int) -> list[int]:
+    """The rows that a round of these computes: their first one again up to one of few sizes, at most `most`.
+
+    Sizes are powers of two, and half as many more, since each has its own traces.
+    """
+    power = 1 << (len(rows) - 1).bit_length()
+    size = min(power * 3 // 4 if len(rows) <= power * 3 // 4 else power, most)
+    return [*rows, *[rows[0]] * (size - len(rows))]
+
+
 class Backlog:
     """Tokens of the rows' texts that drafters have not read: whole prompts, and the tokens of rounds without them.
 

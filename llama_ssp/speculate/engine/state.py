@@ -89,6 +89,7 @@ class BatchState(NamedTuple):
         most_drafted_B: the most drafted tokens that a round of each row accepts; above every draft where it takes all.
         sampling_BX: settings of each row (`sampling.by_row`); X is 0 if all rows have the settings of the run.
         uniforms_BMN: all uniforms the rows can need; index M is for the round that begins M tokens after the prompt.
+        places_B: of the rows, among those of the caches; empty if these are all of them, in order.
     """
 
     tokens_BS: Tensor
@@ -101,6 +102,7 @@ class BatchState(NamedTuple):
     most_drafted_B: Tensor
     sampling_BX: Tensor
     uniforms_BMN: Tensor
+    places_B: Tensor
 
     @classmethod
     def empty(
@@ -118,7 +120,7 @@ class BatchState(NamedTuple):
         ).unbind()
         sampling_BX = uniforms_BMN.new_zeros(batch_size, num_settings)
         rows = lengths_B, limits_B, first_round_B, keys_B, prompts_B, ahead_B, most_B, sampling_BX
-        state = cls(tokens_BS, *rows, uniforms_BMN.view(shape))
+        state = cls(tokens_BS, *rows, uniforms_BMN.view(shape), lengths_B.new_empty(0))
         state.vacate(slice(None))
         return state
 
@@ -155,21 +157,32 @@ class BatchState(NamedTuple):
             most_B,
             to_device(sampling_BX, device),
         )
-        return cls(to_device(tokens_BS, device), *rows, uniforms_BMN)
+        return cls(to_device(tokens_BS, device), *rows, uniforms_BMN, lengths_B.new_empty(0))
 
     @property
     def rows(self) -> Rows:
         """The part of the batch that drafters and rules see."""
         return Rows(
-            self.tokens_BS, self.lengths_B, self.keys_B, self.prompt_lengths_B, self.sampling_BX, limits_B=self.limits_B
-        )
+            self.tokens_BS, self.lengths_B, self.keys_B, self.prompt_lengths_B, self.sampling_BX,
+            limits_B=self.limits_B, places_B=self.places_B,
+        )  # fmt: skip
 
     def put(self, rows_R: Tensor, other: "BatchState") -> None:
         """Overwrite rows `rows_R` with all rows of `other`, which has as many slots and rounds, in order."""
         moved_R = rows_R - torch.arange(other.tokens_BS.shape[0], device=rows_R.device)
         moved = other._replace(first_round_B=other.first_round_B + moved_R * self.uniforms_BMN.shape[1])
-        for own, new in zip(self, moved, strict=True):
+        for own, new in zip(self[:-1], moved[:-1], strict=True):
             own.index_copy_(0, rows_R, new)
+
+    def some(self, rows_R: Tensor) -> "BatchState":
+        """Copies of some rows, in this order; one may be there several times. They share the uniforms."""
+        parts = [part.index_select(0, rows_R) for part in self[:-2]]
+        return BatchState._make([*parts, self.uniforms_BMN, rows_R])
+
+    def take(self, some: "BatchState") -> None:
+        """Take over what a round has changed in copies of some rows."""
+        for name in ("tokens_BS", "lengths_B", "ahead_B"):
+            getattr(self, name).index_copy_(0, some.places_B, getattr(some, name))
 
     def uniforms(self) -> Tensor:
         """The uniforms (B, N) of the round that begins now."""

@@ -69,6 +69,11 @@ class Verifier:
         self._split = split
         self._announced, self._flags_11 = 0, torch.zeros(1, 1, dtype=torch.int64, device=device)
 
+    @property
+    def is_split(self) -> bool:
+        """Whether several ranks decide, each for rows of its own."""
+        return self._split is not None
+
     def own_rows(self, batch_size: int) -> slice:
         """The rows that this rank decides; all without a split."""
         return self._split.own_rows(batch_size) if self._split else slice(0, batch_size)

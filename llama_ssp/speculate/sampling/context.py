@@ -23,7 +23,8 @@ class Rows(NamedTuple):
 
     Drafted tokens may follow the text; later slots are undefined. For `sampling_BX` see `by_row`. `forced_BK` has
     tokens that a drafter takes in place of its own, and -1 elsewhere; K is 0 if there are none. A row goes on up to
-    `limits_B` tokens; without numbers all rows do.
+    `limits_B` tokens; without numbers all rows do. `places_B` are their rows in caches, and in tables of a drafter's
+    own; there are none if these are all rows, in order.
     """
 
     tokens_BS: Tensor
@@ -33,6 +34,12 @@ class Rows(NamedTuple):
     sampling_BX: Tensor = _OF_THE_RUN
     forced_BK: Tensor = _OF_THE_RUN
     limits_B: Tensor = _OF_THE_RUN
+    places_B: Tensor = _OF_THE_RUN
+
+    @property
+    def places(self) -> Tensor | None:
+        """`places_B`, None if there are none; see `Runner.forward`."""
+        return self.places_B if self.places_B.shape[0] else None
 
     def before(self, last_BT: Tensor) -> "Context":
         """The context of positions whose last known token stands at `last_BT` (B, T)."""

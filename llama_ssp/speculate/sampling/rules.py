@@ -113,6 +113,7 @@ class Rule:
         reads: the part of a model's logits that it reads.
         needs_context: `draw` and `process` need the context of their positions.
         takes_best: a token is the one with the largest score.
+        goes_by_token: whether a drafted token is accepted depends on none after it.
         steps: of rows that have settings of their own.
     """
 
@@ -131,6 +132,7 @@ class Rule:
         self.reads = Reads.own if not shard.is_whole else Reads.best if reads_best else Reads.all
         self.needs_context = races or penalize is not None
         self.takes_best = verify is None
+        self.goes_by_token = verify is None or verify is verify_speculative
         self.steps = penalize.steps if isinstance(penalize, ByRow) else None
 
     def draw(

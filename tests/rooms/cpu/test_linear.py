@@ -192,6 +192,21 @@ def test_a_row_has_the_same_bits_alone(kind: str, num_rows: int, is_fused: bool)
     assert torch.equal(product(x), torch.cat([product(row) for row in x.split(1)]))
 
 
+@pytest.mark.parametrize("kind", ["bytes", "fp8"])
+def test_the_bits_do_not_depend_on_how_many_registers_a_cpu_has(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products cut rows and blocks by the number of registers; any CPU can run both cuts."""
+    layers = [fused(kind, gates=gates) for gates in (False, True)]
+    monkeypatch.setattr("llama_ssp.rooms.cpu.code.linear.has_features", lambda names: not has_features(names))
+    cut_otherwise = product_of(PRODUCTS[kind]._replace(kind=f"{kind}_cut_otherwise"))
+    assert cut_otherwise is not None
+    for layer, num_rows in ((layer, rows) for layer in layers for rows in range(1, 15)):
+        x = numbers(num_rows, 256)
+        wanted = layer.fused(x)
+        with monkeypatch.context() as patch:
+            patch.setattr(layer, "_operator", cut_otherwise)
+            assert torch.equal(layer.fused(x), wanted)
+
+
 @pairs(kind=COMPILED, bad=[float("nan"), float("inf")])
 def test_an_input_that_is_no_number_spoils_its_row_alone(kind: str, bad: float) -> None:
     layer, x = native(kind, numbers(48, 128)), numbers(3, 128)

@@ -1,11 +1,14 @@
 """Heads that their trainers' classes have written draft here as in those classes."""
 
+import json
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from scipy.stats import chisquare
 from transformers import AutoModelForCausalLM
 
@@ -17,11 +20,13 @@ from llama_ssp.rooms.heads.sources import HeadSource
 from llama_ssp.settings.schema import SamplingConfig
 from tests.helpers import head_drafts
 from tests.helpers.draft_heads import inspect_pair
+from tests.helpers.edits import edit_json
 from tests.helpers.head_drafts import NUM_DRAFTED, Seen
 from tests.helpers.lanes import heavy, slow
 from tests.helpers.models import build_checkpoint
 from tests.helpers.one_pass_heads import DIM, LAYERS, VOCABULARY, WIDTH
 from tests.helpers.text_laws import LibraryLogits, counted
+from tests.helpers.tokenizers import save_tokenizer
 from tests.rooms.heads.authors import (
     NEEDED,
     SELECTING,
@@ -31,10 +36,13 @@ from tests.rooms.heads.authors import (
     flat_logits,
     flat_rounds,
     make_alike,
+    module_of,
     parallel_logits,
     speculator_head,
     speculator_logits,
 )
+from training import generate, speculator
+from training.head_model import tapped_layers
 
 pytestmark = NEEDED
 PROMPTS = ((5, 100, 17, 4, 56), (31,), tuple(range(40, 70)))
@@ -50,10 +58,10 @@ WINDOWS: dict[str, dict[str, Any]] = {
 FACTORS = {"input_embedding_scale": 3.0, "output_multiplier": 0.5, "final_logit_softcapping": 2.0}
 
 
-def target_in(folder: Path, family: str = "llama") -> Any:  # noqa: ANN401 - a model of transformers
+def target_in(folder: Path, *, num_layers: int = 6) -> Any:  # noqa: ANN401 - a model of transformers
     """Save a random target; returns it as the library has it."""
-    build_checkpoint(folder / "target", family, hidden_size=WIDTH, head_dim=DIM, vocab_size=VOCABULARY,
-                     num_hidden_layers=6)  # fmt: skip
+    build_checkpoint(folder / "target", "llama", hidden_size=WIDTH, head_dim=DIM, vocab_size=VOCABULARY,
+                     num_hidden_layers=num_layers)  # fmt: skip
     return AutoModelForCausalLM.from_pretrained(folder / "target", dtype="float32")
 
 
@@ -136,6 +144,19 @@ def test_heads_of_p_eagle_of_speculators_draft_as_in_its_class(name: str, tmp_pa
     assert head_drafts.check(seen, library, LAYERS, None, wanted) > 40
 
 
+@pytest.mark.parametrize("name", ["dflash, windows", "of a Qwen 3, windows", "of a Llama, windows"])
+def test_windows_that_stand_beside_the_layers_are_read_as_in_them(name: str, tmp_path: Path) -> None:
+    library, seen, is_block = target_in(tmp_path), Seen(), name in SPECULATORS
+    head = speculator_head(tmp_path, "dflash", layers=_OF_LAYERS) if is_block else eagle_head(tmp_path, **EAGLES[name])
+    layers = json.loads((tmp_path / "head" / "config.json").read_text())["transformer_layer_config"]
+    windows = {field: layers.pop(field) for field in _OF_LAYERS}
+    edit_json(tmp_path / "head" / "config.json", transformer_layer_config=layers, **windows)
+    kind, number = (OnePassDrafter, NUM_DRAFTED) if is_block else (HeadDrafter, 1)
+    decode(tmp_path, seen, kind=kind, batch_size=2, num_drafted=number)
+    wanted = partial(speculator_logits, head, at_anchor=False) if is_block else partial(eagle_logits, head)
+    assert head_drafts.check(seen, library, LAYERS, None, wanted) > 20
+
+
 def alike(folder: Path) -> tuple[Any, Any]:
     """A target and a head of DFlash 2 whose drafts it mostly accepts, as their classes have them."""
     library, block = target_in(folder), {"layer_types": _BOTH, "sliding_window": 6, "use_sliding_window": True}
@@ -177,3 +198,55 @@ def test_sampled_texts_have_the_target_s_law_with_a_head_that_is_mostly_accepted
         texts = [tuple(each.token_ids[:length]) for each in done]
         counts, expected = counted(target, prompt, texts, sampling=sampling)
         assert chisquare(counts, expected).pvalue > 1e-4 / 3
+
+
+NUM_LAYERS = 7
+TAPPED = tapped_layers(NUM_LAYERS)
+
+
+@pytest.mark.parametrize("kind", speculator.LOSSES)
+def test_training_gives_a_class_the_target_s_states_and_logits(kind: str, tmp_path: Path) -> None:
+    library, ids_RT = target_in(tmp_path, num_layers=NUM_LAYERS), torch.arange(24).view(2, 12) * 7 % VOCABULARY
+    target = speculator.Target(tmp_path / "target", kind, "cpu", pad_id=7)
+    head, read = target.new_head(num_layers=1, block_size=4), target.read(ids_RT)
+    with torch.no_grad():
+        found = library(ids_RT, output_hidden_states=True)
+        logits = head.verifier_lm_head(head.verifier_norm(read["verifier_last_hidden_states"]))
+    first = int(kind in speculator.OF_PAIRS)  # a pair is of the taps of a token and of the token after it
+    taps_RTX = torch.cat([found.hidden_states[layer] for layer in TAPPED], dim=-1)[:, : 12 - first]
+    torch.testing.assert_close(logits.view(2, 12 - first, -1), found.logits[:, first:], atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(read["hidden_states"], taps_RTX.flatten(0, 1)[None], atol=1e-6, rtol=1e-5)
+    assert read["input_ids"].equal(ids_RT[:, first:].reshape(1, -1))
+    assert read["loss_mask"].equal(read["input_ids"] != 7)
+    assert read["document_ids"][0].bincount().tolist() == [12 - first] * 2
+
+
+@pytest.mark.parametrize("kind", speculator.LOSSES)
+def test_a_trained_head_is_loaded_as_it_is_saved_and_drafts_as_its_class_computes(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library, seen = target_in(tmp_path, num_layers=NUM_LAYERS), Seen()
+    save_tokenizer(tmp_path / "target", VOCABULARY)
+    for name in ("texts", generate.FOLDER):
+        (tmp_path / name).mkdir()
+    for number in range(24):
+        (tmp_path / "texts" / f"{number}.txt").write_text(" ".join(f"t{place % 199 + 3}" for place in range(300)))
+    rows_BT = torch.randint(3, VOCABULARY, (24, generate.LENGTH), generator=torch.Generator().manual_seed(1))
+    save_file({"rows_BT": rows_BT.int()}, tmp_path / generate.FOLDER / "1.safetensors")
+    monkeypatch.setattr(sys, "argv", [
+        "speculator", kind, *("--target", f"{tmp_path}/target", "--text", f"{tmp_path}/texts"),
+        *("--scratch", str(tmp_path), "--out", f"{tmp_path}/head", "--minutes", "0.01", "--rows", "2"),
+        *("--own-rows", "1", "--anchors", "16", "--block", "4"),
+    ])  # fmt: skip
+    speculator.main()
+    assert (tmp_path / f"{kind}.jsonl").read_text().count("\n") >= 2
+    head = module_of("speculators").SpeculatorModel.from_pretrained(tmp_path / "head").eval()
+    at_anchor = kind == "dspark"
+    how: dict[str, Any] = {"num_drafted": NUM_DRAFTED + at_anchor}
+    wanted: Any = partial(speculator_logits, head, at_anchor=at_anchor)
+    if kind == "eagle3":
+        how, wanted = {"num_drafted": 1, "kind": HeadDrafter}, partial(eagle_logits, head)
+    elif kind == "peagle":
+        wanted = partial(parallel_logits, head, num=NUM_DRAFTED)
+    decode(tmp_path, seen, batch_size=2, **how)
+    assert head_drafts.check(seen, library, TAPPED, None, wanted) > 20

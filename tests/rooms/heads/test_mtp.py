@@ -34,16 +34,18 @@ from llama_ssp.speculate.engine.round import DraftChoice
 from llama_ssp.weights.checkpoint import inspect
 from llama_ssp.weights.source import storage_of
 from tests.helpers import head_drafts
-from tests.helpers.edits import edit_config
+from tests.helpers.edits import edit_config, edit_tensors
 from tests.helpers.fake_comm import on_ranks, thread_comms
 from tests.helpers.format_rooms import of_all_formats
 from tests.helpers.head_drafts import Seen, check, check_greedy
+from tests.helpers.in_process import launch
 from tests.helpers.lanes import heavy, slow
-from tests.helpers.models import build_checkpoint, refusal
+from tests.helpers.models import VOCAB_SIZE, build_checkpoint, refusal
 from tests.helpers.mtp_layers import MTP_LAYOUTS, UNCHAINED, WithStates, save_with_mtp
 from tests.helpers.packed_checkpoints import pack_checkpoint
 from tests.helpers.recorded import WatchedGraphs
 from tests.helpers.text_laws import LibraryLogits, counted
+from tests.helpers.tokenizers import save_tokenizer
 
 CPU, WIDTH = torch.device("cpu"), 64
 FEW_TOKENS = 8
@@ -370,15 +372,26 @@ def test_sampled_texts_have_the_target_s_law_with_modules_that_are_mostly_accept
         assert chisquare(counts, expected).pvalue > 1e-4 / 3
 
 
+LATENT_OF_BLOCKS = {
+    "num_key_value_heads": 16, "q_lora_rank": 128, "kv_lora_rank": 128, "qk_rope_head_dim": 16, "head_dim": 16,
+    "qk_nope_head_dim": 16, "v_head_dim": 32,
+}  # fmt: skip
+"""Sizes whose slices are of whole blocks, but for the rows of latents with a rotary part, as in published files."""
+
+
 @pytest.mark.parametrize(
-    ("family", "num_modules"), [heavy("glm4_moe", 2), heavy("mimo_v2_flash", 3), heavy("exaone_moe", 1)]
-)
+    ("family", "num_modules"),
+    [
+        heavy("glm4_moe", 2), heavy("mimo_v2_flash", 3), heavy("exaone_moe", 1), heavy("deepseek_v3", 2),
+        heavy("ernie4_5_moe", 1),
+    ],
+)  # fmt: skip
 @of_all_formats
 def test_modules_of_fp8_checkpoints_run_as_they_are_stored(family: str, num_modules: int, tmp_path: Path) -> None:
     """The product of both inputs is stored in 16 or 32 bits, as published files have it."""
     sizes: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 256}
     sizes |= {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 32}
-    sizes |= {"v_head_dim": 32} if family == UNCHAINED else {}
+    sizes |= {"v_head_dim": 32} if family == UNCHAINED else LATENT_OF_BLOCKS if family == "deepseek_v3" else {}
     save_with_mtp(tmp_path / "origin", family, num_modules=num_modules, **sizes)
     for module in range(num_modules):
         shutil.rmtree(tmp_path / "origin" / f"module {module}")
@@ -393,6 +406,7 @@ def test_modules_of_fp8_checkpoints_run_as_they_are_stored(family: str, num_modu
     origin = mtp_of(inspect(tmp_path / "packed"))
     storage = storage_of(origin)
     assert storage
+    assert sum(bool(facts.storage) for facts in origin.tensors.values()) >= 7 * num_modules
     check_model(origin, num_ranks=2, quantization=storage)
     precision = Precision(quantization=storage, is_stored=True)
     parts = {"num_modules": num_modules, "width": 256}
@@ -400,3 +414,39 @@ def test_modules_of_fp8_checkpoints_run_as_they_are_stored(family: str, num_modu
     one_rank = extended(load_model(Loading(origin, dtype=torch.float32, precision=precision)), **parts)
     for found in (one_rank, extended_on_two_ranks(origin, num_modules, precision=precision)):
         assert (found - wanted).abs().max() < 1e-3 * wanted.abs().max()
+
+
+def look_back(tensors: dict[str, Tensor]) -> None:
+    """Let what layers attend to outweigh the token that they read, so that a draft shows which pairs it has read."""
+    for name in [name for name in tensors if name.endswith("self_attn.o_proj.weight")]:
+        tensors[name] *= 30
+
+
+@pytest.mark.parametrize(
+    ("family", "num_modules"), [("glm4_moe", 2), heavy("mimo_v2_flash", 3), heavy("qwen2", 1), heavy("ernie4_5_moe", 1)]
+)
+def test_a_run_goes_on_with_the_texts_and_rounds_of_an_undisturbed_one(
+    family: str, num_modules: int, tmp_path: Path
+) -> None:
+    """Finished texts are kept, and others are made from the start in other batches. So hot, most tokens are accepted.
+
+    Prompts are longer than what every round reads again.
+    """
+    save_with_mtp(tmp_path / "model", family, num_modules=num_modules)
+    edit_tensors(tmp_path / "model" / "model.safetensors", look_back)
+    save_tokenizer(tmp_path / "model", VOCAB_SIZE)
+    prompts = [" ".join(f"t{number * step % 90 + 3}" for number in range(30 - step)) for step in (5, 7, 11)]
+    (tmp_path / "prompts.txt").write_text("\n".join(prompts))
+    words = (
+        "task=generate", "model=local", f"model.path={tmp_path}/model", "draft=mtp", f"prompts={tmp_path}/prompts.txt",
+        "num_samples=2", "batch_size=2", "max_new_tokens=16", f"run_dir={tmp_path}/run", "sampling.temperature=4",
+    )  # fmt: skip
+
+    def texts() -> dict[tuple[int, int], tuple[Any, ...]]:
+        done = launch(*words).well().lines
+        return {(each["index"], each["sample"]): (each["token_ids"], each["accepted_lengths"][:-1]) for each in done}
+
+    whole, file = texts(), tmp_path / "run" / "run.jsonl"
+    assert sum(sum(accepted) for _, accepted in whole.values()) > 6 * 5
+    file.write_text("".join(file.read_text().splitlines(keepends=True)[:3]))
+    assert texts() == whole

@@ -5,6 +5,7 @@ Shapes: K drafted tokens, V vocabulary, C tokens that a draft has kept, N key-va
 
 from collections.abc import Sequence
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from tests.helpers.decoders import (
     complete,
     ids_of,
     make_decoder,
+    outcome,
     parts_of,
     requests_of,
     tree_of,
@@ -98,6 +100,16 @@ def test_greedy_and_coupled_texts_are_those_of_plain_decoding(
     how: dict[str, Any] = {"temperature": 0.9 if rule_name == "coupled" else 0.0, "rule_name": rule_name}
     found = decode(runners, name, tree=tree, replay=replay, **how)
     assert ids_of(found) == ids_of(decode(runners, None, **how))
+
+
+@pytest.mark.parametrize("tree", [None, "2x2x1"])
+def test_a_text_is_the_same_alone_and_behind_rows_that_have_ended(
+    tree: str | None, runners: tuple[LeanRunner, LeanRunner]
+) -> None:
+    wanted = [replace(each, max_new_tokens=8 + 10 * each.index) for each in requests_of(PROMPTS, 1)]
+    ways: list[dict[str, Any]] = [{"batch_size": 1}, {"batch_size": 4}, {"batch_size": 4, "replay": True}]
+    alone, *together = (outcome(complete(decoder_of(runners, "window", tree=tree, **how), wanted)) for how in ways)
+    assert together == [alone] * 2
 
 
 class Reference:
@@ -235,7 +247,7 @@ BAD = {
     "draft.window=0 speculation.num_draft_tokens=1": "draft.window=0 must be at least 1 token",
     "draft.window=9 draft.sinks=-1": "draft.sinks=-1 must be at least 0",
     "draft.sinks=3": "draft.sinks has no effect without draft.window",
-    "draft.window=64 draft=tiny-eagle": "draft=tiny-eagle is a head, which says itself what it sees: leave it out",
+    "draft.window=4 draft=tiny-eagle": "draft.window=4 is less than K + 1, here 5: give a wider window",
     "draft.window=64 draft=smollm2_135M draft.tokenizer=own": "needs a draft with the target's tokenizer: leave",
     "draft.window=64 model=mixtral_8x7B draft=mixtral_8x7B": "needs a draft whose layers are like Llama's",
 }

@@ -42,6 +42,8 @@ TESTED = {
     r"(\.venv/bin/llama-ssp run ranks=2 --script|torchrun --nproc-per-node 2|srun --ntasks 2 python) study\.py": (
         "tests/distributed/test_python.py"
     ),
+    r"\.venv/bin/python -m pip install --no-deps --target \.venv/heads .*": ".ci/run",
+    r"(PYTHONPATH=\.venv/heads )?\.venv/bin/python -m training\.\w+ .*": "tests/rooms/heads/test_authors.py",
     r"\.venv/bin/pre-commit install": "CI runs the same checks",
     r"printf '[^']*' > prompts\.txt": "test_the_file_of_prompts_is_made_as_the_pages_say",
 }

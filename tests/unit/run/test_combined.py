@@ -64,8 +64,11 @@ _KNOWN = catalogue.load("tiny").shape
 assert _KNOWN
 HEAD = replace(_KNOWN, target_vocab_size=1)
 SHAPES = {"eagle": (_KNOWN, HEAD), "mtp": (_KNOWN, HEAD), "block": (_KNOWN, replace(HEAD, most_drafted=4))}
+SHAPES["modules"] = SHAPES["mtp"]
 SHAPES["hybrid"] = SHAPES["hybrid target"] = (replace(_KNOWN, recurrent="conv"),) * 2
 """What the table has to know of the checkpoints of `loaded`."""
+MTP = {"mtp": ("qwen2", 1), "modules": ("glm4_moe", 3)}
+"""Families with MTP layers, and how many."""
 
 
 def combined(config: RunConfig, mode: str, rule: str, process: str) -> RunConfig:
@@ -132,8 +135,9 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pair]:
     def load_one(kind: str) -> Pair:
         if kind == "eagle":
             return load("tiny", "tiny-eagle")
-        if kind == "mtp":
-            save_with_mtp(folder / kind, "qwen2")
+        if kind in MTP:
+            family, num_modules = MTP[kind]
+            save_with_mtp(folder / kind, family, num_modules=num_modules)
             save_tokenizer(folder / kind, VOCAB_SIZE)
             return load(folder / kind, "mtp")
         if kind == "block":

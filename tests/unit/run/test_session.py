@@ -1,5 +1,6 @@
 """What a session asks of its decoder, what it measures for it, and what is written down at the end."""
 
+import math
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -125,7 +126,7 @@ class TimedRounds:
     """Stands for a decoder whose rounds take planted times: a plain one 1 s, others by K and by the measurement."""
 
     def __init__(self, seconds: Callable[[int, int], float]) -> None:
-        self.round, self.length = SimpleNamespace(drafters=[object()]), FixedLength(0)
+        self.round, self.length = SimpleNamespace(drafters=[object()], steps=None), FixedLength(0)
         self.seconds, self.timed = seconds, list[list[int]]()
 
     def make_room(self, requests: Sequence[PromptRequest]) -> None:
@@ -171,6 +172,29 @@ def test_long_drafts_that_others_slowed_down_do_not_make_short_ones_cheap() -> N
 def test_measurements_that_others_slowed_down_do_not_count() -> None:
     length, _ = tuned(lambda number, measurement: (1 + 0.3 * number) * (1.0 if measurement % 2 else 9.0))
     assert length.choose([0]).num_tokens
+
+
+@pytest.mark.parametrize(("a_row_s", "wanted"), [(0.25, 3.0), (0.5, 1.0), (0.0, math.inf)])
+def test_the_rows_that_cost_a_reading_of_the_weights_are_measured_once(a_row_s: float, wanted: float) -> None:
+    """A plain round of one row takes 1 s; every third measurement was slowed down by others."""
+    timed = list[int | None]()
+
+    def time_rounds(choices: Sequence[DraftChoice], *, num_slots: int, num_rows: int | None = None) -> list[float]:  # noqa: ARG001
+        timed.append(num_rows)
+        return [(1.0 if num_rows else 1.0 + 15 * a_row_s) * (9.0 if len(timed) % 3 else 1.0)]
+
+    round_ = SimpleNamespace(drafters=[object()], steps=object())
+    decoder: Any = SimpleNamespace(
+        round=round_, make_room=len, picks_rows=True, batch_size=16, reading_rows=math.inf, time_rounds=time_rounds
+    )
+    config = replace(load("tiny", "tiny-draft").config, speculation=SpeculationConfig(num_draft_tokens=4))
+    numbers = list[int]()
+    for _ in range(2):
+        make_ready(decoder, [request()], config, comm=Comm.single())
+        numbers.append(len(timed))
+        assert decoder.reading_rows == wanted
+    assert {*timed} == {1, None}
+    assert numbers[0] == numbers[1] or wanted == math.inf
 
 
 @pytest.fixture(scope="module")

@@ -92,6 +92,11 @@ class Code(ir.IRBuilder):  # type: ignore[misc]  # llvmlite comes without types
         stored = self.store(value, pointer if index is None else self.at(pointer, index, number))
         stored.align = 1
 
+    def prefetch(self, place: Value) -> None:
+        """Ask for the memory at an address, into the cache of this core; an address without memory does no harm."""
+        is_read, level, is_data = (ir.Constant(I32, number) for number in (0, 2, 1))
+        self.intrinsic("llvm.prefetch.p0", VOID, place, is_read, level, is_data)
+
     def splat(self, number: Value) -> Value:
         """A vector of one number."""
         nothing = ir.Constant(ir.VectorType(number.type, LANES), ir.Undefined)

@@ -41,6 +41,7 @@ from collections.abc import Sequence
 from llvmlite import ir
 
 from llama_ssp.architectures.engine import LANES
+from llama_ssp.rooms.cpu.code.compiled import has_features
 from llama_ssp.rooms.cpu.code.emit import (
     F32,
     F32S,
@@ -63,11 +64,12 @@ from llama_ssp.storage.formats import FP4_NUMBERS, INT4_ZERO_BITS, WORD_BYTES, P
 _VALUE_BITS = {FP32: 32, FP16: 16, BYTES: 8, DOTS: 8, E4M3: 8, NIBBLES: 4, E2M1: 4}
 _DTYPES = {FP32: None, FP16: "float16", BYTES: "int8", E4M3: E4M3_DTYPE}
 _ONE_SCALE = {FP32, FP16, E4M3, NIBBLES}
-_MOST_ROWS = 6
-"""Rows whose sums stay in registers; more are cut."""
 _BLOCKS = {1: 8, 2: 8, 3: 4, 4: 4, 5: 4, 6: 4}
-"""Blocks whose sums stay in registers, by number of rows: 8 are needed to hide the latency of one sum."""
+"""Blocks whose sums stay in registers, by number of rows, more of which are cut: 8 sums hide the latency of one."""
+_FEW_BLOCKS = {1: 4, 2: 2, 3: 1, 4: 1, 5: 1, 6: 1}
+"""The same where a block's sums take two registers of 16, or four of 32: AVX2, NEON."""
 _UNROLLED = 2
+_LINE_BYTES = 64
 _CHUNK = 8
 """Blocks that meet all rows before the next ones are read."""
 
@@ -90,7 +92,7 @@ def emit(product: Product) -> ir.Module:
     module = ir.Module(name=f"product of {product.kind}")
     tiles = {
         (rows, blocks): _tile(module, product, rows, blocks)
-        for rows in range(1, _MOST_ROWS + 1)
+        for rows in _blocks_by_rows()
         for blocks in _numbers_of_blocks(product, rows)
     }
     part = _part(module, product, tiles, _finish(module, product))
@@ -185,15 +187,22 @@ def _round_row(code: Code, x: Value, into: Value, num_inputs: Value) -> tuple[Va
     return scale, code.halves(values[1], code.add)
 
 
+def _blocks_by_rows() -> dict[int, int]:
+    """The most blocks of a tile, by its number of rows, on this CPU."""
+    return _BLOCKS if has_features(("avx512f",)) else _FEW_BLOCKS
+
+
 def _numbers_of_blocks(product: Product, num_rows: int) -> list[int]:
     """Numbers of blocks of outputs that a tile may have, the most first."""
+    most = _blocks_by_rows()[num_rows]
     # The sums of 6 rows and 4 blocks, with a group's, do not fit into registers, which halves FP8's speed.
-    most = 2 if product.codes == E4M3 and num_rows == _MOST_ROWS else _BLOCKS[num_rows]
-    return sorted({1, 2, most}, reverse=True)
+    if product.codes == E4M3 and num_rows == max(_BLOCKS):
+        most = min(most, 2)
+    return sorted({1, min(2, most), most}, reverse=True)
 
 
 def _tile(module: ir.Module, product: Product, num_rows: int, num_blocks: int) -> Value:
-    """Sum over all inputs, for some rows and blocks; the sums leave the registers at the end, rows first."""
+    """Sum over all inputs, for some rows and blocks; the sums leave the registers at the end, a chunk's a row."""
     code, (weights, rows, num_inputs, num_groups, sums) = Code.begin(
         module, f"tile_{num_rows}_{num_blocks}", [POINTER, POINTER, I64, I64, POINTER]
     )
@@ -201,12 +210,15 @@ def _tile(module: ir.Module, product: Product, num_rows: int, num_blocks: int) -
     block_bytes = _block_bytes(code, product, num_inputs, num_groups)
     blocks = [code.at(weights, code.mul(block_bytes, number)) for number in range(num_blocks)]
     starts = [code.at(rows, code.mul(num_inputs, row * _row_bytes(product))) for row in range(num_rows)]
+    # A core that reads few blocks at once waits for memory, unless it asks early for the next tile's.
+    ahead = None if _blocks_by_rows() is _BLOCKS else code.mul(block_bytes, num_blocks)
     if product.group:
-        found = _sums_of_groups(code, product, blocks, starts, (num_inputs, num_groups))
+        found = _sums_of_groups(code, product, blocks, starts, (num_inputs, num_groups), ahead=ahead)
     else:
-        found = _sums(code, product, blocks, starts, num_inputs)
-    for number, value in enumerate(found):
-        code.write(value, sums, number * LANES)
+        found = _sums(code, product, blocks, starts, num_inputs, ahead=ahead)
+    for at, value in enumerate(found):
+        row, number = divmod(at, num_blocks)
+        code.write(value, sums, (row * _CHUNK + number) * LANES)
     return code.end()
 
 
@@ -231,8 +243,10 @@ def _row_bytes(product: Product) -> int:
     return 1 if product.codes == DOTS else 4
 
 
-def _sums(code: Code, product: Product, blocks: list[Value], starts: list[Value], num_inputs: Value) -> list[Value]:
-    """Sum over all inputs; returns the vectors, rows first."""
+def _sums(
+    code: Code, product: Product, blocks: list[Value], starts: list[Value], num_inputs: Value, *, ahead: Value
+) -> list[Value]:
+    """Sum over all inputs; returns the vectors, rows first. `ahead` is the distance in bytes to what is read next."""
     is_dots, in_words = product.codes == DOTS, product.codes in _NUMBERS
     taken, steps = (4 if is_dots else 1), (_INPUTS_OF_WORD if in_words else _UNROLLED)
     zero, kind = (constant(I32S, 0), I32) if is_dots else (constant(F32S, 0.0), F32)
@@ -245,6 +259,8 @@ def _sums(code: Code, product: Product, blocks: list[Value], starts: list[Value]
             offset, place = (code.mul(index, size) for size in (_row_bytes(product), _input_bytes(product)))
             inputs = [code.splat(code.read(code.at(start, offset), kind)) for start in starts]
             for number, block in enumerate(blocks):
+                if ahead is not None and step * _input_bytes(product) % _LINE_BYTES == 0:
+                    code.prefetch(code.at(code.at(block, place), ahead))
                 if in_words:
                     weights = _codes(code, words[number], step, _NUMBERS[product.codes])
                 elif is_dots:  # bytes without sign, each 128 too large
@@ -262,7 +278,7 @@ def _sums(code: Code, product: Product, blocks: list[Value], starts: list[Value]
 
 
 def _finish(module: ir.Module, product: Product) -> Value:
-    """Scale the sums of a tile; then the gate, or bias and residual; and store them."""
+    """Scale the sums of some rows of a chunk; then the gate, or bias and residual; and store them."""
     code, (words, sums, row, block, num_rows, num_blocks) = Code.begin(
         module, "finish", [POINTER, POINTER, I64, I64, I64, I64]
     )
@@ -270,7 +286,7 @@ def _finish(module: ir.Module, product: Product) -> Value:
     width = code.sdiv(given["num_outputs"], code.add(given["gates"], 1))
     with code.loop(0, num_rows, 1) as (here,):
         this_row = code.add(row, here)
-        start = code.mul(code.mul(here, num_blocks), LANES)
+        start = code.mul(here, _CHUNK * LANES)
         line = code.mul(this_row, width)
 
         def scaled(number: Value) -> Value:
@@ -314,41 +330,39 @@ def _part(module: ir.Module, product: Product, tiles: dict[tuple[int, int], Valu
     """The part of one thread: all rows of the units from `begin` to `end`; a unit is a block, or gate and up."""
     code, (begin, end, words) = Code.begin(module, "part", [I64, I64, POINTER])
     given = code.loaded(CONTEXT, words)
-    sums = code.slot(F32, LANES * max(rows * blocks for rows, blocks in tiles))
+    sums = code.slot(F32, LANES * _CHUNK * max(_blocks_by_rows()))
     unit = code.add(given["gates"], 1)
     first, last = code.mul(begin, unit), code.mul(end, unit)
     block_bytes = _block_bytes(code, product, given["num_inputs"], given["num_groups"])
 
-    def call(row: Value, num_rows: int, block: Value, num_blocks: int) -> None:
-        weights = code.at(given["weights"], code.mul(block, block_bytes))
-        rows = code.at(given["rows"], code.mul(code.mul(row, given["num_inputs"]), _row_bytes(product)))
-        code.call(tiles[num_rows, num_blocks], [weights, rows, given["num_inputs"], given["num_groups"], sums])
-        code.call(finish, [words, sums, row, block, num_rows, num_blocks])
-
     def all_blocks(row: Value, num_rows: int) -> None:
         start = chunk
+        rows = code.at(given["rows"], code.mul(code.mul(row, given["num_inputs"]), _row_bytes(product)))
         for num_blocks in _numbers_of_blocks(product, num_rows):
             rest = code.sub(chunk_end, start)
             stop = code.add(start, code.sub(rest, code.srem(rest, num_blocks)))
             with code.loop(start, stop, num_blocks) as (block,):
-                call(row, num_rows, block, num_blocks)
+                weights = code.at(given["weights"], code.mul(block, block_bytes))
+                into = code.at(sums, code.mul(code.sub(block, chunk), LANES), F32)
+                code.call(tiles[num_rows, num_blocks], [weights, rows, given["num_inputs"], given["num_groups"], into])
             start = stop
+        code.call(finish, [words, sums, row, chunk, num_rows, code.sub(chunk_end, chunk)])
 
-    total = given["num_rows"]
-    whole = code.sub(total, code.srem(total, _MOST_ROWS))
+    total, most_rows = given["num_rows"], max(_blocks_by_rows())
+    whole = code.sub(total, code.srem(total, most_rows))
     left = code.sub(total, whole)
     with code.loop(first, last, _CHUNK) as (chunk,):
         chunk_end = code.smaller(code.add(chunk, _CHUNK), last)
-        with code.loop(0, whole, _MOST_ROWS) as (row,):
-            all_blocks(row, _MOST_ROWS)
-        for num_rows in range(1, _MOST_ROWS):
+        with code.loop(0, whole, most_rows) as (row,):
+            all_blocks(row, most_rows)
+        for num_rows in range(1, most_rows):
             with code.if_then(code.icmp_unsigned("==", left, num_rows)):
                 all_blocks(whole, num_rows)
     return code.end()
 
 
 def _sums_of_groups(
-    code: Code, product: Product, blocks: list[Value], rows: list[Value], sizes: tuple[Value, Value]
+    code: Code, product: Product, blocks: list[Value], rows: list[Value], sizes: tuple[Value, Value], *, ahead: Value
 ) -> list[Value]:
     """Sum over all inputs, group by group; returns the vectors, rows first. `sizes` are inputs and groups."""
     num_inputs, num_groups = sizes
@@ -357,7 +371,9 @@ def _sums_of_groups(
     with code.loop(0, num_groups, 1, [constant(F32S, 0.0)] * (len(rows) * len(blocks))) as totals:
         heads = [code.at(block, code.mul(totals[0], group_bytes)) for block in blocks]
         inputs = [code.at(row, code.mul(totals[0], group), F32) for row in rows]
-        found = _sums(code, product, [code.at(head, _head_bytes(product)) for head in heads], inputs, group)
+        found = _sums(
+            code, product, [code.at(head, _head_bytes(product)) for head in heads], inputs, group, ahead=ahead
+        )
         has_zeros, scales = product.codes == NIBBLES, [_scales(code, product, head) for head in heads]
         zeros = [_zeros(code, head) for head in heads if has_zeros]
         all_inputs = [_sum_of_inputs(code, group, row) for row in inputs if has_zeros]

@@ -252,7 +252,7 @@ def test_rows_that_decode_wait_for_one_chunk_at_a_time(lengths: list[int], monke
     forward = target.forward
 
     def watched(ids_BT: torch.Tensor, *more: Any, **named: Any) -> torch.Tensor:
-        sizes.append(0 if named.get("cache_rows_B") is None else ids_BT.numel())
+        sizes.append(0 if named.get("score_positions_BR") is None else ids_BT.numel())
         return forward(ids_BT, *more, **named)
 
     target.forward = watched  # type: ignore[method-assign]
