@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from llama_ssp import load
+from llama_ssp.errors import ConfigError
 from llama_ssp.log_probs import TokenLogprob, TopLogprob
 from llama_ssp.rooms.evaluate.audit import checks
 from llama_ssp.rooms.evaluate.audit.texts import Answered, Scored, TextReader
@@ -153,6 +154,8 @@ def test_log_probabilities_of_another_temperature_are_no_rounding() -> None:
     drafted, shown = checks.judge_log_probs([*certain, *others])
     assert (drafted.outcome, shown) == (checks.FAILED, None), "drafted tokens with probability 1"
     assert f"{len(certain)} places are above 0.1" in drafted.said
+    with pytest.raises(ConfigError, match="another model's: over 300 places"):
+        checks.judge_log_probs(places(1.0, noise=2.0))
 
 
 def test_the_contexts_that_differ_most_are_shown() -> None:

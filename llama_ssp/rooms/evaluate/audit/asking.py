@@ -236,7 +236,8 @@ def taken(client: Client, name: str, ids: Sequence[int], text: str) -> tuple[dic
                 takes_ids, extras = False, dict(_EXTRAS)
             else:
                 reason = f"{client.url}/completions does not complete {text!r} ({error})"
-                raise ConfigError(f"{reason}: give its address as http://HOST:PORT/v1, and task.served_name=") from None
+                remedy = "give its address as http://HOST:PORT/v1, or its model's name there by task.served_name="
+                raise ConfigError(f"{reason}: {remedy}") from None
 
 
 def gather(session: Session, requests: Sequence[PromptRequest]) -> Gathered:

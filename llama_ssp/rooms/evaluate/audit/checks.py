@@ -17,6 +17,7 @@ from dataclasses import replace
 from statistics import median
 from typing import NamedTuple
 
+from llama_ssp.errors import ConfigError
 from llama_ssp.log_probs import TokenLogprob
 from llama_ssp.rooms.evaluate import statistics
 from llama_ssp.rooms.evaluate.audit.texts import Answered, Scored
@@ -35,7 +36,7 @@ _OF_OTHER, _OF_OTHER_ROUNDED, _SAME, _MOST_EXPONENT = 0.02, 0.5, 1e-4, 500.0
 """e, and where the laws differ by rounding; total variation of the same number format."""
 _COOLER, _MOST_FAR = 0.1, 0.01
 """A temperature that is x 0.9, and the share of places where rounding may be larger than MOST_ROUNDING."""
-_MOST_SLOPE, _NUM_ERRORS, _LEAST_PLACES = 0.02, 5.0, 50
+_MOST_SLOPE, _LEAST_ALIKE, _NUM_ERRORS, _LEAST_PLACES = 0.02, 0.95, 5.0, 50
 _STEPS = 40
 _END = -1
 
@@ -137,7 +138,7 @@ def judge_processor(
 
     of_others, of_asked = product(without, asked), product(asked, without)
     needed = math.log(num / OF_PROCESSORS) + len(asked) * math.log1p(variation / share)
-    factors = f"over {len(asked)} tokens the evidence for it is exp({of_asked:.1f}), against it exp({of_others:.1f})"
+    factors = f"over {len(asked)} tokens the evidence for it is exp({of_asked:.0f}), against it exp({of_others:.0f})"
     if of_others >= needed:
         return Finding(name, FAILED, f"{name} is ignored: {factors}")
     if of_asked >= needed:
@@ -149,9 +150,10 @@ def judge_log_probs(pairs: Sequence[tuple[Scored, TokenLogprob]]) -> tuple[Findi
     """Judge returned log-probabilities against the target's own; returns the largest total variation too.
 
     That of the most probable tokens that both name, and the rest, and no less than the text's token alone shows.
-    Rounding leaves the slope of the one in the other at 1; another temperature does not.
+    Rounding leaves the slope of the one in the other at 1; another temperature does not. Raises ConfigError where they
+    are hardly alike: another model.
     """
-    check, distances, slopes = "log-probabilities", list[float](), list[tuple[float, float]]()
+    check, distances, slopes = "log-probabilities", list[float](), list[tuple[float, float, float]]()
     own_apart = [abs(scored.own - known.logprob) for scored, known in pairs]
     for scored, known in pairs:
         own = {one.token: one.logprob for one in known.top}
@@ -166,12 +168,18 @@ def judge_log_probs(pairs: Sequence[tuple[Scored, TokenLogprob]]) -> tuple[Findi
         slopes.append((
             sum(p * (a - means[0]) * (b - means[1]) for p, (a, b) in zip(of_target, both, strict=True)),
             sum(p * (b - means[1]) ** 2 for p, (_, b) in zip(of_target, both, strict=True)),
+            sum(p * (a - means[0]) ** 2 for p, (a, _) in zip(of_target, both, strict=True)),
         ))  # fmt: skip
     if len(pairs) < _LEAST_PLACES:
         return Finding(check, UNKNOWN, "the server returns none, or too few"), None
-    variance = sum(ours for _, ours in slopes) or 1.0
-    slope = sum(theirs for theirs, _ in slopes) / variance
-    error = math.hypot(*(theirs - slope * ours for theirs, ours in slopes)) / variance
+    shared, variance, of_theirs = (sum(of_all) for of_all in zip(*slopes, strict=True))
+    if variance and shared < _LEAST_ALIKE * math.sqrt(variance * of_theirs):
+        raise ConfigError(
+            f"the server's log-probabilities are another model's: over {len(pairs)} places their correlation with the "
+            f"target's is {shared / math.sqrt(variance * of_theirs):.2f}; give the server's model, with its weights"
+        )
+    slope = shared / (variance or 1.0)
+    error = math.hypot(*(theirs - slope * ours for theirs, ours, _ in slopes)) / (variance or 1.0)
     largest = max(distances)
     said = f"over {len(pairs)} places the largest total variation is {largest:.2g}, and the slope {slope:.4f}"
     said += f"; those of the texts' tokens differ by {median(own_apart):.2g} nats (median)"

@@ -18,8 +18,9 @@ _MOST_BEFORE = 60
 _MEANING = """\
 Texts of the server were scored with the target's own weights. For a score f of the next token, the sum of f(token)
 minus its mean under the target is 0 on average if the texts are the target's, whatever was drawn before; `law` and `end
-of the context` compare such sums with their standard errors. A setting is judged by likelihood ratios of the law with
-it and the law without it, exp(12) and more decide. A correct server fails any check with probability 0.001 at most.
+of the context` compare such sums, named after the fault that moves them most, with their standard errors. A setting is
+judged by likelihood ratios of the law with it and the law without it; exp(12) and more decide. A correct server fails
+with probability 0.001 at most.
 """
 
 
@@ -50,8 +51,9 @@ def _page(
     config, task, words = session.config, settings_of(session.config), sys.argv[1:]
     command = shlex.join(["llama-ssp", *(["run"] if "=" in "".join(words[:1]) else []), *words])
     known = ", ".join(f"{name} {version}" for name, version in versions().items() if version)
+    failed = ", ".join(one.check for one in findings if one.outcome == outcome == FAILED)
     lines = [
-        f"# Audit of {task.url}: {outcome}", "", f"    {command}", "",
+        f"# Audit of {task.url}: {outcome}{failed and f' ({failed})'}", "", f"    {command}", "",
         f"- The server says that it is: {visible(found.served)}. Add its version and its own command line.",
         f"- Read with {known}.",
         f"- {len(found.answers)} of {len(found.prompts)} answers, {found.num_repeated} requests repeated.",
