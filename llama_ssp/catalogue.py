@@ -129,6 +129,8 @@ class ModelShape:
     # of a draft head, the layers of the target whose inputs it reads, where its files name them; no setting.
     tapped_layers: tuple[int, ...] = field(default=(), metadata={"omegaconf_ignore": True})
     shares_embedding: bool = False  # of a draft head without an embedding of its own, which reads its target's.
+    # of a draft head, whether its files say that some layers do not see all of a text; no setting.
+    sees_by_itself: bool = field(default=False, metadata={"omegaconf_ignore": True})
 
     def taps_of(self, num_layers: int) -> tuple[int, ...]:
         """The layers of a target of `num_layers` whose inputs a draft head reads; its MTP layer reads the output."""

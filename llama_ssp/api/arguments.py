@@ -2,7 +2,7 @@
 
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from enum import Enum
 from functools import cache, wraps
 from inspect import signature
@@ -198,7 +198,7 @@ def entry_of(what: str, given: object, *, target: object = None, **formats: obje
     elif is_named or (isinstance(given, str) and is_hub_id(name)):
         entry = catalogue.load(name)
     else:
-        others = [kind for kind, record in drafters().items() if record.is_certain] if what == "draft" else []
+        others = [kind for kind, record in drafters().items() if not record.has_model] if what == "draft" else []
         unknown = unknown_name(what, name, {*catalogue.names("model"), *others})
         if "/" in name:
             unknown = f"{what}={name} is no folder that exists"
@@ -225,11 +225,34 @@ def in_format(entry: ModelConfig, *, dtype: object, **formats: object) -> ModelC
     return replace(entry, **changes)
 
 
+def draft_of(given: object) -> tuple[object, dict[str, object]]:
+    """What an argument drafts with, and the settings of the draft that a mapping has beside its kind or model."""
+    if not isinstance(given, Mapping):
+        return given, {}
+    settings = {**given}
+    named = [settings.pop(name) for name in ("kind", "model") if name in settings]
+    if len(named) != 1:
+        raise ConfigError(
+            f"draft={reprlib.repr(given)} must have either a kind, as {{'kind': 'self', 'window': 512}}, or a model, "
+            "as {'model': 'tiny-draft', 'window': 512}"
+        )
+    return named[0], settings
+
+
+def _with_settings(draft: DrafterConfig, settings: Mapping[str, object]) -> DrafterConfig:
+    """A draft with more of its settings; ConfigError for unknown ones, and for values of a wrong type."""
+    elsewhere = {"kind", "model", *(one.setting for one in VOCABULARIES.all().values())}
+    names = [entry.name for entry in fields(draft) if entry.name not in elsewhere]
+    refuse([unknown_name("setting of the draft", name, names) for name in settings if name not in names])
+    return replace(draft, **check_types(type(draft), settings))
+
+
 def drafter_without_model(given: object) -> DrafterConfig | None:
     """The drafter that an argument names if it needs no model, such as ngram; None if the argument is a model."""
-    kinds = {name: record for name, record in drafters().items() if record.is_certain}
+    given, settings = draft_of(given)
     name = NO_DRAFT if given is None else given
-    return of_kind(name) if isinstance(name, str) and name in kinds else None
+    is_kind = isinstance(name, str) and name in drafters() and not drafters()[name].has_model
+    return _with_settings(of_kind(str(name)), settings) if is_kind else None
 
 
 def vocabulary_of(given: object) -> DraftVocabulary:
@@ -237,10 +260,10 @@ def vocabulary_of(given: object) -> DraftVocabulary:
     return VOCABULARIES.of(given.name if isinstance(given, Enum) else str(given))
 
 
-def draft_model(entry: ModelConfig, vocabulary: DraftVocabulary) -> DrafterConfig:
-    """The settings of a draft model."""
+def draft_model(entry: ModelConfig, vocabulary: DraftVocabulary, given: object = None) -> DrafterConfig:
+    """The settings of a draft model, with those that the argument has."""
     asked: dict[str, Any] = {vocabulary.setting: vocabulary.value} if vocabulary.setting else {}
-    return replace(of_kind(MODEL_DRAFT), model=entry, **asked)
+    return _with_settings(replace(of_kind(MODEL_DRAFT), model=entry, **asked), draft_of(given)[1])
 
 
 def placement_of(given: object) -> PlacementConfig:

@@ -2,6 +2,7 @@
 
 import logging
 import warnings
+from collections.abc import Mapping
 from dataclasses import replace
 from enum import Enum
 from pathlib import Path
@@ -22,7 +23,7 @@ from llama_ssp.run.checkpoints import Loaded, find_sources, num_disagreeing, wit
 from llama_ssp.run.decoders import load_models
 from llama_ssp.run.pipeline import choose_placement
 from llama_ssp.run.tasks.records import GenerateConfig
-from llama_ssp.settings.checks import check_placement
+from llama_ssp.settings.checks import check_effects, check_placement
 from llama_ssp.settings.drafters import SAME, DraftVocabulary, other_vocabularies
 from llama_ssp.settings.schema import DeviceKind, PlacementConfig, RunConfig
 from llama_ssp.weights.in_memory import weights_of
@@ -36,7 +37,7 @@ _log = logging.getLogger(__name__)
 @arguments.known_arguments
 def load(  # noqa: PLR0913 - a notebook shows this signature
     model: str | Path | PreTrainedModel,
-    draft: str | Path | PreTrainedModel | None = None,
+    draft: str | Path | PreTrainedModel | Mapping[str, object] | None = None,
     *,
     dtype: _OneDtype | tuple[_OneDtype, _OneDtype] = None,
     quantization: str | tuple[str | None, str | None] | None = None,
@@ -52,7 +53,8 @@ def load(  # noqa: PLR0913 - a notebook shows this signature
     Args:
         model: the target: a name of the catalogue, a folder with a checkpoint, the id of a model of the Hugging Face
             hub, or a loaded causal language model of transformers, whose weights are copied.
-        draft: the same for the draft, "mtp" or "ngram"; None decodes with the target alone.
+        draft: the same for the draft, "mtp" or "ngram"; a mapping of settings of the draft with its kind or model, such
+            as {"kind": "self", "window": 512}; None decodes with the target alone.
         dtype: number format of both, or a tuple with the target's and the draft's; None for the device's default
             (`planning.model.number_format`).
         quantization: storage format of the linear layers, of both or as a tuple; None for the catalogue's.
@@ -90,12 +92,14 @@ def load(  # noqa: PLR0913 - a notebook shows this signature
         target_entry, loaded_target = _read_model("model", model, tokenizers[0], **formats[0])
         drafter, loaded_draft = arguments.drafter_without_model(draft), Loaded()
         if drafter is None:
-            draft_entry, loaded_draft = _read_model("draft", draft, tokenizers[1], target=target_entry, **formats[1])
-            drafter = arguments.draft_model(draft_entry, vocabulary)
+            drafted, _ = arguments.draft_of(draft)
+            draft_entry, loaded_draft = _read_model("draft", drafted, tokenizers[1], target=target_entry, **formats[1])
+            drafter = arguments.draft_model(draft_entry, vocabulary, draft)
         config = RunConfig(
             task=GenerateConfig(), model=target_entry, draft=drafter, device=kind,
             placement=arguments.placement_of(placement), spare_rows=read["spare_rows"],
         )  # fmt: skip
+        check_effects(config, frozenset(f"draft.{name}" for name in arguments.draft_of(draft)[1]))
         with selection_kept(), start(device=kind, timeout_s=config.timeouts.load_s) as started:
             if gpu and started.comm.size > 1:
                 raise ConfigError(f"device={device} is one GPU: device=cuda gives each of the ranks its own")

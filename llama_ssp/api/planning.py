@@ -24,7 +24,7 @@ from llama_ssp.words import in_library_words
 @arguments.known_arguments
 def plan(  # noqa: PLR0913 - a notebook shows this signature
     model: str | Path,
-    draft: str | Path | None = None,
+    draft: str | Path | Mapping[str, object] | None = None,
     *,
     hardware: str | HardwareConfig | None = None,
     num_gpus: int | None = None,
@@ -45,7 +45,7 @@ def plan(  # noqa: PLR0913 - a notebook shows this signature
 
     Args:
         model: the target: a name of the catalogue, a folder with a config.json, or the id of a model of the hub.
-        draft: the same for the draft, "mtp" or "ngram"; None plans plain decoding.
+        draft: the same for the draft, "mtp" or "ngram", or a mapping as in `load`; None plans plain decoding.
         hardware: a name of conf/hardware, or a description; None for this machine with one GPU, as `load` uses it.
         num_gpus: GPUs of a node, if not all.
         num_nodes: nodes of the machine.
@@ -82,8 +82,8 @@ def _config(read: Mapping[str, Any], machine: HardwareConfig) -> PlanConfig:
     target = arguments.entry_of("model", read["model"], **formats[0])
     drafter = arguments.drafter_without_model(read["draft"])
     if drafter is None:
-        entry = arguments.entry_of("draft", read["draft"], target=target, **formats[1])
-        drafter = arguments.draft_model(entry, arguments.vocabulary_of(read["tokenizer"]))
+        entry = arguments.entry_of("draft", arguments.draft_of(read["draft"])[0], target=target, **formats[1])
+        drafter = arguments.draft_model(entry, arguments.vocabulary_of(read["tokenizer"]), read["draft"])
     return PlanConfig(
         model=target, draft=drafter, hardware=asdict(machine), placement=arguments.placement_of(read["placement"]),
         sampling=SamplingConfig(temperature=read["temperature"]),

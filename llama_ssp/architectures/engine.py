@@ -4,6 +4,8 @@ import math
 from dataclasses import dataclass
 
 PREFILL_CHUNK = 512  # Tokens of a prompt that go through a model at once, so that memory and masks stay bounded.
+MASKED_PAIRS = 2**24
+"""The most queries and slots of a chunk whose attention takes masks, or keeps scores: whole chunks up to 32k slots."""
 SHORT_PROMPTS = (8, 16, 32, 64, 128)
 """Tokens of prompts that a forward of one shape reads, where attention goes by lengths: a CUDA graph each."""
 _MOST_SCORED = 2**26  # Logits of a forward that scores whole texts, 256 MiB in fp32.
@@ -30,6 +32,13 @@ SOFTMAX_TOKENS = 1024
 """Tokens of a program of the softmax on a GPU: few programs a row, since each reads the sums of all of them."""
 LEAST_SHARED_BYTES = 2**22
 """Logits of a round in fp32 from which on ranks draw over shards: a gather of fewer costs less than more messages."""
+
+
+def masked_chunk(chunk: int, num_slots: int) -> int:
+    """Tokens of a chunk of a prompt that are read at once by attention with masks over `num_slots`: halves of it."""
+    while chunk > 1 and chunk * num_slots > MASKED_PAIRS:
+        chunk //= 2
+    return chunk
 
 
 def expands_latents(num_positions: int, *, rank: int, made: int) -> bool:

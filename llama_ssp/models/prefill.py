@@ -35,7 +35,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from llama_ssp.architectures.engine import PREFILL_CHUNK, short_size
+from llama_ssp.architectures.engine import PREFILL_CHUNK, masked_chunk, short_size
 from llama_ssp.models.cache import Taps
 from llama_ssp.models.runner import NullRunner, Pieces, Runner
 from llama_ssp.models.upload import to_device
@@ -245,8 +245,10 @@ def _read_padded(
         last_R1 = last_R1 - first_R1
     rows_R = to_device(rows, device)
     logits_RV: Tensor | None = None
-    for start in range(0, width, PREFILL_CHUNK):
-        stop = min(start + PREFILL_CHUNK, width)
+    has_masks, stop = getattr(runner, "uses_masks", False), 0
+    while (start := stop) < width:
+        behind = max(first) + (start // PREFILL_CHUNK + 1) * PREFILL_CHUNK
+        stop = min(start + (masked_chunk(PREFILL_CHUNK, behind) if has_masks else PREFILL_CHUNK), width)
         positions_RT = torch.arange(start, stop, device=device).expand(len(rows), -1)
         positions_RT = first_R1 + positions_RT if any(first) else positions_RT.contiguous()
         # On a CPU an operator after another model's forward takes up to 70 us: few where one chunk is all.

@@ -329,7 +329,8 @@ def _activation_bytes(spec: PlanSpec, hardware: HardwareConfig, model: PlannedMo
         num_parts = min(engine.most_parts(num_kv_heads), -(-spec.num_slots // engine.PART_SLOTS))
         parts_bytes = 4 * max(spec.round_positions, padded) * num_parts * part.num_heads * (shape.head_dim + 1)
     else:
-        masks = positions * bucket * record.attention_pair_bytes(num_heads=part.num_heads, value_bytes=size)
+        pairs = min(positions * bucket, max(engine.MASKED_PAIRS, bucket))
+        masks = pairs * record.attention_pair_bytes(num_heads=part.num_heads, value_bytes=size)
         if model.is_lean and hardware.device == "cuda":
             masks, attended = masks * group, max(attended, part.width + 3 * heads_width)
         elif not model.is_lean and group > 1 and not record.keeps_scores:

@@ -74,7 +74,7 @@ def check_plan(config: PlanConfig) -> None:
             has_draft=config.draft.model is not None,
             chooser=f"{chooser.name}=true" if chooser else None,
         )
-    refuse(problems)
+    refuse([*dict.fromkeys(problems)])
 
 
 def check_values(config: RunConfig, *shapes: ModelShape | None) -> None:
@@ -88,7 +88,12 @@ def check_values(config: RunConfig, *shapes: ModelShape | None) -> None:
         config = replace(config, model=replace(config.model, shape=target))
     if draft and config.draft.model:
         config = replace(config, draft=replace(config.draft, model=replace(config.draft.model, shape=draft)))
-    refuse([*_values(config)])
+    refuse([*dict.fromkeys(_values(config))])
+
+
+def check_effects(config: RunConfig, explicit: frozenset[str]) -> None:
+    """Raise ConfigError for settings of `explicit`, as of `check`, that have no effect."""
+    refuse([*map(str, _unread(config, explicit))])
 
 
 def check_placement(config: RunConfig, *, world_size: int) -> None:

@@ -194,11 +194,13 @@ class DraftCache:
         name: of the record.
         num_kept: the most tokens of a row, from the settings of a draft; None where these ask for all.
         make: `module:class` of the drafter, called with `drafters.drafter.DrafterParts`.
+        of_head: `module:function` that gives a draft head such a cache, called with its runner and the same parts.
     """
 
     name: str
     num_kept: Callable[[Any], int | None]
     make: str
+    of_head: str
 
 
 CACHES: Registry[DraftCache] = Registry(setting="draft cache", kind=DraftCache)

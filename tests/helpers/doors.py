@@ -39,6 +39,7 @@ ALONE = {
     "requests by row": "", "chats": "chat=true model=smollm2_1.7B draft=none task=generate",
     "texts of the target": "task=generate", "log-probabilities": "logprobs=1 task=generate",
     "a draft with a window": "draft.window=9",
+    "a head that says what it sees": "model={target} draft={saying}",
     "spare rows": "spare_rows=2", "a recurrent target": "model={hybrid} draft={hybrid}",
     "structured text": "sampling.regex=a+ task=generate",
 }  # fmt: skip
@@ -59,12 +60,15 @@ def save_models(folder: Path) -> dict[str, Path]:
     """Save checkpoints of two layers, with tokenizers; `own` has one that is not the target's."""
     one_pass_heads.save_pair(folder / "block", "dflash")
     (folder / "block/target").rename(folder / "target")
+    kinds = ["sliding_attention", "full_attention"]
+    one_pass_heads.save_head(folder / "saying", "dflash", layer_types=kinds, sliding_window=8)
     save_with_mtp(folder / "mtp", "qwen2")
     for name, family in (("own", "llama"), ("hybrid", "lfm2")):
         build_checkpoint(folder / name, family, vocab_size=one_pass_heads.VOCABULARY)
     for name in ("target", "hybrid", "own", "mtp"):
         save_tokenizer(folder / name, one_pass_heads.VOCABULARY, first=30 if name == "own" else 2)
-    return {name: folder / name for name in ("target", "hybrid", "own", "mtp")} | {"block": folder / "block/head"}
+    names = "target", "hybrid", "own", "mtp", "saying"
+    return {name: folder / name for name in names} | {"block": folder / "block/head"}
 
 
 def words_of(both: tuple[str, str], folders: dict[str, Path]) -> list[str]:

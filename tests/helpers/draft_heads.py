@@ -129,9 +129,11 @@ def turned(x_HLD: Tensor, *, first: int = 0) -> Tensor:
 
 def reference(
     tensors: Mapping[str, Tensor], embedded_LE: Tensor, taps_LX: Tensor, *,
-    norm_before_residual: bool = False, norm_output: bool = False,
+    norm_before_residual: bool = False, norm_output: bool = False, skipped: range = range(0),
 ) -> Tensor:  # fmt: skip
     """Logits (V,) of the head after pairs of these embeddings, of which only the first have taps.
+
+    The last pairs do not see the `skipped` ones.
 
     Each later pair has the output of the pair before it in place of taps; so all pairs are computed once more for each
     of them.
@@ -147,7 +149,9 @@ def reference(
             for name, number in (("q", heads), ("k", keys), ("v", keys))
         )
         k, v = (part.repeat_interleave(heads // keys, 0) for part in (turned(k), v))
-        attended = functional.scaled_dot_product_attention(turned(q), k, v, is_causal=True).transpose(0, 1).flatten(1)
+        sees_LL = torch.ones(num_pairs, num_pairs, dtype=torch.bool).tril()
+        sees_LL[skipped.stop :, skipped.start : skipped.stop] = False
+        attended = functional.scaled_dot_product_attention(turned(q), k, v, sees_LL).transpose(0, 1).flatten(1)
         x_LE = (normed_LE if norm_before_residual else hidden_LE) + attended @ found["layer.self_attn.o_proj.weight"].T
         inner = norm(x_LE, found["layer.post_attention_layernorm.weight"])
         gate, up = (inner @ found[f"layer.mlp.{name}_proj.weight"].T for name in ("gate", "up"))

@@ -152,11 +152,11 @@ def save_pair(
 
 def reference(
     layout: str, tensors: Mapping[str, Tensor], text: Sequence[int], taps_CX: Tensor, drafted: Sequence[int], *,
-    num_drafted: int, table_VE: Tensor, output_VE: Tensor,
+    num_drafted: int, table_VE: Tensor, output_VE: Tensor, skipped: range = range(0),
 ) -> Tensor:  # fmt: skip
     """Logits (V,) of the token behind a text and some drafted ones, of a pass that drafts so many.
 
-    `table_VE` and `output_VE` are those of the target.
+    `table_VE` and `output_VE` are those of the target. A block does not see the `skipped` positions.
     """
     config, found = CONFIGS[layout], {name: tensor.double() for name, tensor in tensors.items()}
     table_VE, output_DE = (found.get(name, of.double()) for name, of in
@@ -169,7 +169,7 @@ def reference(
     else:
         num_masks = num_drafted - at_anchor
         context_CE = norm(taps_CX.double() @ found["fc.weight"].T, found["hidden_norm.weight"])
-        x_NE = _block(found, table_VE[[text[-1], *[MASK] * num_masks]], context_CE, layout)[-num_drafted:]
+        x_NE = _block(found, table_VE[[text[-1], *[MASK] * num_masks]], context_CE, layout, skipped)[-num_drafted:]
     normed_NE = norm(x_NE, found["norm.weight"])
     logits_D = output_DE @ normed_NE[depth]
     if config.get("markov_rank") or layout == FORGED:
@@ -219,11 +219,12 @@ def _pairs(found: Mapping[str, Tensor], config: Mapping[str, Any], embedded_TE: 
     return x_TE
 
 
-def _block(found: Mapping[str, Tensor], x_NE: Tensor, context_CE: Tensor, layout: str) -> Tensor:
+def _block(found: Mapping[str, Tensor], x_NE: Tensor, context_CE: Tensor, layout: str, skipped: range) -> Tensor:
     distance_NT = torch.arange(len(context_CE) + len(x_NE)) - torch.arange(len(x_NE))[:, None] - len(context_CE)
     for number in range(2):
         inputs_NE = norm(x_NE, found[f"layers.{number}.input_layernorm.weight"])
         sees_NT = torch.ones_like(distance_NT, dtype=torch.bool)
+        sees_NT[:, skipped.start : skipped.stop] = False
         convolve: dict[str, Any] = {}
         if layout == SELECTING:
             sees_NT = sees_NT if number else distance_NT.abs() < CONFIGS[layout]["sliding_window"]

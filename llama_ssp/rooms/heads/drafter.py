@@ -19,6 +19,7 @@ from torch import Tensor
 
 from llama_ssp.architectures.engine import CATCH_UP_CHUNK, PREFILL_CHUNK
 from llama_ssp.models.prefill import Buckets, Held, Prompts, read_prompts
+from llama_ssp.models.upload import to_device
 from llama_ssp.speculate.drafters.drafter import DrafterParts, StepwiseDrafter
 from llama_ssp.speculate.sampling.context import Rows
 from llama_ssp.speculate.sampling.trees import Level, ReadLevel
@@ -43,7 +44,7 @@ class _PairReader:
 
     def __init__(self, head: "Head", read: Callable[..., Tensor]) -> None:
         self._read = read
-        self.is_invariant, self.copy = head.is_invariant, head.copy
+        self.is_invariant, self.copy, self.uses_masks = head.is_invariant, head.copy, head.uses_masks
 
     def save(self, row: int, num_tokens: int) -> None:
         """Keep nothing: a head has no states."""
@@ -91,7 +92,15 @@ class HeadDrafter(StepwiseDrafter):
             held=[self._held(*both) for both in zip(some.held, some.lengths, strict=False)],
         )  # fmt: skip
         of_some = [rows[place] for place in places]
-        reader = cast("Runner", _PairReader(self._head, self._reading_pairs(some, of_some)))
+        read = self._reading_pairs(some, of_some)
+        if ends := getattr(self._head, "ends", None):  # of a window, from the first pair on
+            rows_R = to_device(of_some, self._head.device)
+            first_R1 = torch.zeros_like(rows_R)[:, None]
+            for positions_RT in ends(pairs.lengths_R, longest=max(pairs.lengths), rows_R=rows_R):
+                ids_RT = pairs.tokens_RS.gather(1, positions_RT)
+                read(ids_RT, positions_RT, cache_rows_B=rows_R, bucket=0, score_positions_B1=first_R1, begins=True)
+            return
+        reader = cast("Runner", _PairReader(self._head, read))
         read_prompts(reader, pairs, rows=of_some, buckets=buckets)
 
     def _reading_pairs(self, _prompts: Prompts, _rows: Sequence[int]) -> Callable[..., Tensor]:

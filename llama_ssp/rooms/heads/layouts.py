@@ -96,8 +96,16 @@ class HeadConfig:
             target_vocab_size=layers.vocab_size, target_hidden_size=self.target_hidden_size,
             num_taps=len(self.layers) if self.layers else NUM_TAPS, most_drafted=self.most_drafted,
             tapped_layers=self.layers or (),
+            sees_by_itself=not self.sees_all or self._has_windows,
             markov_size=sum(map(math.prod, self.joining_sizes(layers.hidden_size, layers.vocab_size).values())),
         )  # fmt: skip
+
+    @property
+    def _has_windows(self) -> bool:
+        """Whether layers of pairs have windows."""
+        types = self.sizes.get("layer_types")
+        is_switched_on = bool(self.sizes.get("sliding_window") and self.sizes.get("use_sliding_window"))
+        return is_switched_on if types is None else SLIDING in types
 
     @property
     def sees_all(self) -> bool:

@@ -87,21 +87,27 @@ class ParallelRunner(HeadRunner):
 
     def draft(
         self, ids_BT: Tensor, context_BCE: Tensor, positions_BT: Tensor, *, num_drafted: int, bucket: int,
-        cache_rows_B: Tensor | None = None,
+        cache_rows_B: Tensor | None = None, tree: TreePlaces | None = None,
     ) -> Following:  # fmt: skip
         """See `OnePassHead.draft`."""
+        num_context = context_BCE.shape[1]
+        seen_BT = self._seen(tree.slots_BT if tree else positions_BT, num_context)
+        tree = tree and tree._replace(sees_BTA=self._sees(tree.sees_BTA, num_context))
         attention = self._attention(
-            positions_BT, bucket=bucket, cache_rows_B=cache_rows_B, consecutive=False,
-            seen_BT=self._seen(positions_BT, context_BCE.shape[1]),
-        )  # fmt: skip
+            positions_BT, bucket=bucket, cache_rows_B=cache_rows_B, consecutive=False, seen_BT=seen_BT, tree=tree
+        )
         stream = self._read(ids_BT, context_BCE, attention)
         x_BKE = added(stream).view(len(ids_BT), -1, self._width)[:, -num_drafted:]
         x_ME, logits_MO = self._head((x_BKE.flatten(0, 1), None))
         return self._following(x_ME.view_as(x_BKE), logits_MO.view(len(ids_BT), num_drafted, -1))
 
     def _seen(self, positions_BT: Tensor, _num_context: int) -> Tensor:
-        """The last position that each position sees."""
+        """The last position, or slot, that each of these sees."""
         return positions_BT
+
+    def _sees(self, sees_BTA: Tensor, _num_context: int) -> Tensor:
+        """What positions see in slots of their own, given what they see of what comes before them."""
+        return sees_BTA
 
     def _read(
         self, ids_BT: Tensor, hidden_BTE: Tensor, attention: Attention, wanted_B1: Tensor | None = None
@@ -271,6 +277,10 @@ class BlockRunner(ParallelRunner):
         first_B1, last_B1 = positions_BT[:, :1], positions_BT[:, -1:]
         seen_BC = functional.pad(first_B1, (0, num_context - 1))
         return torch.cat([seen_BC, last_B1.expand(-1, positions_BT.shape[1] - num_context)], dim=1)
+
+    def _sees(self, sees_BTA: Tensor, num_context: int) -> Tensor:
+        """The block sees all of it."""
+        return torch.cat([sees_BTA[:, :num_context], torch.ones_like(sees_BTA[:, num_context:])], dim=1)
 
     def _masked(self, positions_BT: Tensor, tree: TreePlaces | None, *, bucket: int) -> dict[Any, Attend]:
         """The attention of each `Reach`, of positions as `_seen` gives them."""

@@ -18,11 +18,13 @@ class Head(Cached, Protocol):
     Attributes:
         num_token_ids: V of the target.
         is_invariant: see `Runner`.
+        uses_masks: see `models.cache.CachedRunner`.
         make_drafter: makes the drafter of its kind.
     """
 
     num_token_ids: int
     is_invariant: bool
+    uses_masks: bool
     make_drafter: Callable[[DrafterParts], Drafter]
 
     def copy(self, from_row: int, to_rows: Sequence[int], num_tokens: int, *, from_saved: bool = False) -> None:
@@ -106,9 +108,9 @@ class OnePassHead(Head, Protocol):
 
     def draft(
         self, ids_BT: Tensor, context_BCE: Tensor, positions_BT: Tensor, *, num_drafted: int, bucket: int,
-        cache_rows_B: Tensor | None = None,
+        cache_rows_B: Tensor | None = None, tree: TreePlaces | None = None,
     ) -> Following:  # fmt: skip
         """Read the newest positions of the context, with what `hidden_of` makes of their taps, and those of the block.
 
-        Several positions of the context may be the same one.
+        Several positions of the context may be the same one. `tree` has slots that differ from positions.
         """

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PretrainedConfig, PreTrainedModel
 
+from llama_ssp.architectures.family import record_of
 from llama_ssp.catalogue import ModelShape
 from llama_ssp.errors import CheckpointError, ConfigError
 from llama_ssp.models.huggingface.described import with_modules
@@ -368,8 +369,9 @@ def mtp_of(target: WeightSource) -> MtpSource:
     own = type(config).from_dict(of_modules(config.to_dict(), num_modules(field)))
     vocab_size, width = target.shape.vocab_size, target.shape.hidden_size
     shape = replace(
-        shape_of(own), shares_embedding=True, target_vocab_size=vocab_size, target_hidden_size=width, num_taps=1
-    )
+        shape_of(own), shares_embedding=True, target_vocab_size=vocab_size, target_hidden_size=width, num_taps=1,
+        sees_by_itself=any(record_of(own.model_type).windows_of(own)),
+    )  # fmt: skip
     source = MtpSource(target=target, config=own, shape=with_join(shape))
     if target.tensors and not source.has_layer:
         raise CheckpointError(

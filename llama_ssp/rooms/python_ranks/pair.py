@@ -308,11 +308,13 @@ def _sent(name: str, value: Any) -> object:  # noqa: ANN401 - an argument of `lo
     """An argument of `load` as JSON holds it; ConfigError for objects in the memory of this process."""
     if isinstance(value, tuple):
         return [_sent(name, part) for part in value]
+    if isinstance(value, Mapping):
+        return {key: part if isinstance(part, list) else _sent(name, part) for key, part in value.items()}
     if name == "dtype" and value is not None and (found := Dtype.find(value)):
         return found.name
     if isinstance(value, Enum):
         return value.name
-    if value is None or isinstance(value, int):
+    if value is None or isinstance(value, int | float):
         return value
     if isinstance(value, str | Path | torch.device):
         return str(value)

@@ -14,7 +14,7 @@ from llama_ssp.settings.drafters import DrafterRecord, DraftTerms, RoundSizes
 from llama_ssp.settings.schema import DrafterConfig, RunConfig
 from llama_ssp.settings.tasks import NoEffect
 from llama_ssp.storage.formats import FORMATS
-from llama_ssp.words import said
+from llama_ssp.words import key_of, said
 
 KIND = "self"
 """The value of `draft.kind`."""
@@ -70,8 +70,8 @@ def _problems(config: RunConfig) -> Iterator[str | NoEffect]:
     if draft.layers is None and draft.window is None and draft.quantization in {None, target.quantization}:
         given = f", also with {said('draft.quantization', draft.quantization)}" if draft.quantization else ""
         yield (
-            f"draft=self drafts with the whole target{given}, which gains nothing: give draft.layers=, draft.window= "
-            "or draft.quantization= of fewer bits"
+            f"draft=self drafts with the whole target{given}, which gains nothing: give {key_of('draft.layers')}=, "
+            f"{key_of('draft.window')}= or {key_of('draft.quantization')}= of fewer bits"
         )
     if backend_of(config.placement.target.kind).by_library:
         kind = said("placement.target.kind", config.placement.target.kind)
@@ -89,7 +89,8 @@ def _problems(config: RunConfig) -> Iterator[str | NoEffect]:
     if target.shape.recurrent and draft.window is not None:
         yield (
             f"{said('draft.window', draft.window)} needs a target that keeps all of a text, and {target.name} has "
-            f"layers of kind {target.shape.recurrent}, which keep one state: leave it out, and give draft.layers="
+            f"layers of kind {target.shape.recurrent}, which keep one state: leave it out, and give "
+            f"{key_of('draft.layers')}="
         )
     yield from _problems_of_copy(draft, target)
     yield from _problems_of_layers(draft, target.shape.num_hidden_layers)
@@ -103,12 +104,14 @@ def _problems_of_copy(draft: SelfConfig, target: ModelConfig) -> Iterator[str]:
     elif target.shape and not record_of(target.shape.model_type).is_llama_kind:
         yield (
             f"{said('draft.quantization', draft.quantization)} needs a target whose layers are like Llama's, and "
-            f"{target.name} is a {target.shape.model_type} model: give draft.layers= alone, or a draft model"
+            f"{target.name} is a {target.shape.model_type} model: give {key_of('draft.layers')}= alone, or a draft "
+            "model"
         )
     elif target.stored_format and target.stored_format.storage:
         yield (
             f"{said('draft.quantization', draft.quantization)} needs files that are not quantized, and those of "
-            f"{target.name} are in {target.stored_format.storage}: give draft.layers= or draft.window="
+            f"{target.name} are in {target.stored_format.storage}: give {key_of('draft.layers')}= or "
+            f"{key_of('draft.window')}="
         )
 
 
@@ -124,8 +127,8 @@ def _problems_of_layers(draft: SelfConfig, num_layers: int) -> Iterator[str]:
     is_list = numbers and all(type(number) is int for number in numbers)
     if not is_list or numbers != sorted({*numbers}) or not 0 <= numbers[0] <= numbers[-1] < num_layers:
         yield (
-            f"draft.layers={given} is neither a number of layers nor a rising list of numbers from 0 to "
-            f"{num_layers - 1}, as draft.layers=[0,1,2]"
+            f"{said('draft.layers', given)} is neither a number of layers nor a rising list of numbers from 0 to "
+            f"{num_layers - 1}, as {said('draft.layers', '[0,1,2]')}"
         )
 
 

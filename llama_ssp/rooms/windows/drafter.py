@@ -1,4 +1,4 @@
-"""A draft model that sees the first tokens of a text and the newest ones, from a cache of these alone.
+"""A draft model or head that sees the first tokens of a text and the newest ones, from a cache of these alone.
 
     text                | 0 .. S-1 | ............. | L-2-W ........ L-3 | L-2 | L-1 | drafted .. |
     cache               | 0 .. S-1 |                | S ....... S+W-1    | S+W ................. |
@@ -7,10 +7,10 @@ A round moves its window forward before it drafts. Keys were turned by the posit
 kept, so that a slot need not be a position: `position - skipped`, where a row has skipped that many tokens behind its
 first S. Of a prompt the draft reads the first S and the last W tokens, as if there were no others.
 
-Shapes: B rows, R rows being read, T positions of a forward, C slots of sinks and window, U slots of a row.
+Shapes: B rows, R rows being read, T positions of a forward, C slots of sinks and window, U slots of a row, E width.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -45,7 +45,7 @@ class Windowed(OwnBuckets):
     is_recurrent = packs_prompts = False
     reads_by_length = True  # of no bucket
 
-    def __init__(self, runner: LeanRunner, *, sinks: int, window: int, most_nodes: int) -> None:
+    def __init__(self, runner: Any, *, sinks: int, window: int, most_nodes: int) -> None:  # noqa: ANN401 - or a head
         self._runner, self._sinks, self.num_kept = runner, sinks, sinks + window
         self._num_slots = window_slots(self.num_kept, most_nodes)
         self.device, self.vocab_size, self.is_invariant = runner.device, runner.vocab_size, runner.is_invariant
@@ -56,7 +56,8 @@ class Windowed(OwnBuckets):
     @property
     def num_allocations(self) -> int:
         """Allocations of the model, and of tables."""
-        return self._runner.num_allocations + self._num_tables
+        number: int = self._runner.num_allocations + self._num_tables
+        return number
 
     def own_bucket(self, bucket: int) -> int:  # noqa: ARG002
         """All slots of a row."""
@@ -64,7 +65,8 @@ class Windowed(OwnBuckets):
 
     def allocate(self, *, batch_size: int, capacity: int, reads: Reads = Reads.all, num_rolled_back: int = 0) -> None:  # noqa: ARG002
         """Make room for a window of each row, at positions up to `capacity`."""
-        self._runner.allocate(batch_size=batch_size, capacity=self._num_slots, num_positions=capacity, reads=reads)
+        how = {"num_positions": capacity} if isinstance(self._runner, LeanRunner) else {}
+        self._runner.allocate(batch_size=batch_size, capacity=self._num_slots, reads=reads, **how)
         self._runner.make_buffers(self._runner.cache, self._layers)
         if self._batch_size != batch_size:
             self._tables = _Tables(
@@ -72,24 +74,44 @@ class Windowed(OwnBuckets):
             )
             self._batch_size, self._num_tables = batch_size, self._num_tables + 1
 
-    def begin(self, ids_RT: Tensor, positions_RT: Tensor, slots_RT: Tensor, rows_R: Tensor) -> None:
-        """Read a chunk of the prompts of some rows, whose first token of all is in slot 0."""
-        self._tables.skipped_B1.index_copy_(0, rows_R, (positions_RT - slots_RT).amax(1, keepdim=True))
-        first_R1 = torch.zeros_like(rows_R)[:, None]
-        self._read(ids_RT, positions_RT, slots_RT, score_positions_BR=first_R1, cache_rows_B=rows_R)
+    def ends(self, lengths_R: Tensor, *, longest: int, rows_R: Tensor) -> Iterator[Tensor]:
+        """Begin new texts of these lengths in some rows; yields the positions (R, T) that are to be read, by chunks."""
+        skipped_R1 = (lengths_R[:, None] - self.num_kept).clamp_min(0)
+        self._tables.skipped_B1.index_copy_(0, rows_R, skipped_R1)
+        num_read = min(longest, self.num_kept)
+        for start in range(0, num_read, PREFILL_CHUNK):
+            slots_T = torch.arange(start, min(start + PREFILL_CHUNK, num_read), device=rows_R.device)
+            slots_RT = slots_T.expand(len(rows_R), -1).contiguous()
+            yield slots_RT + skipped_R1 * (slots_RT >= self._sinks)
 
     def forward(
         self, ids_BT: Tensor, positions_BT: Tensor, *, score_positions_BR: Tensor | None = None,
-        cache_rows_B: Tensor | None = None, tree: TreePlaces | None = None, **_others: object,
+        cache_rows_B: Tensor | None = None, tree: TreePlaces | None = None, begins: bool = False, **_others: object,
     ) -> Tensor:  # fmt: skip
-        """See `Runner.forward`; several tokens that are no tree begin a round, or what it has missed."""
-        if tree is None and ids_BT.shape[1] > 1:
-            self._move(positions_BT[:, :1], cache_rows_B)
-        skipped_B1 = self._skipped(cache_rows_B)
-        slots_BT = (tree.slots_BT if tree else positions_BT) - skipped_B1
-        return self._read(
-            ids_BT, positions_BT, slots_BT, tree=tree, score_positions_BR=score_positions_BR, cache_rows_B=cache_rows_B
-        )
+        """See `Runner.forward`."""
+        logits_BRV: Tensor = self._runner.forward(
+            ids_BT, positions_BT, bucket=self._num_slots, score_positions_BR=score_positions_BR,
+            cache_rows_B=cache_rows_B, tree=self._places(positions_BT, cache_rows_B, tree, begins=begins),
+        )  # fmt: skip
+        return logits_BRV
+
+    def _places(
+        self, positions_BT: Tensor, rows_B: Tensor | None, tree: TreePlaces | None = None, *, begins: bool = False
+    ) -> TreePlaces:
+        """Places of the tokens of a forward that `begins` texts, see `ends`, or is of a round.
+
+        In rounds, several that are no tree are the first ones, or what has been missed.
+        """
+        if not begins and tree is None and positions_BT.shape[1] > 1:
+            self._move(positions_BT[:, :1], rows_B)
+        slots_BT, skipped_B1 = tree.slots_BT if tree else positions_BT, self._skipped(rows_B)
+        slots_BT = slots_BT - (skipped_B1 * (slots_BT >= self._sinks) if begins else skipped_B1)
+        sees_BTA = tree.sees_BTA if tree else None
+        if sees_BTA is None:  # some may be the first token several times
+            num_tokens = slots_BT.shape[1]
+            behind_BA = slots_BT[:, -1:] - (num_tokens - 1) + self._tables.slots_U[:num_tokens]
+            sees_BTA = behind_BA[:, None] <= slots_BT[..., None]
+        return TreePlaces(slots_BT, sees_BTA, self._tables.slots_U)
 
     def _skipped(self, rows_B: Tensor | None) -> Tensor:
         """The tokens that each of these rows has skipped (B, 1)."""
@@ -108,16 +130,45 @@ class Windowed(OwnBuckets):
         else:
             tables.skipped_B1.index_copy_(0, rows_B, skipped_B1)
 
-    def _read(
-        self, ids_BT: Tensor, positions_BT: Tensor, slots_BT: Tensor, *, tree: TreePlaces | None = None, **how: Any
-    ) -> Tensor:
-        sees_BTA = tree.sees_BTA if tree else None
-        if sees_BTA is None:  # some may be the first token several times
-            num_tokens = slots_BT.shape[1]
-            behind_BA = slots_BT[:, -1:] - (num_tokens - 1) + self._tables.slots_U[:num_tokens]
-            sees_BTA = behind_BA[:, None] <= slots_BT[..., None]
-        places = TreePlaces(slots_BT, sees_BTA, self._tables.slots_U)
-        return self._runner.forward(ids_BT, positions_BT, bucket=self._num_slots, tree=places, **how)
+
+class WindowedHead(Windowed):
+    """A draft head over such a cache of pairs; see `rooms.heads.protocol`, whose `Head` it is to the head's drafter."""
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - of any head
+        """What of a head does not depend on its cache."""
+        return getattr(vars(self)["_runner"], name)
+
+    def extend(
+        self, ids_BT: Tensor, hidden_BTE: Tensor, positions_BT: Tensor, *, cache_rows_B: Tensor | None = None,
+        tree: TreePlaces | None = None, begins: bool = False, bucket: int, consecutive: bool = True,  # noqa: ARG002
+        **how: Any,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """See `Head.extend`; for `begins` see `ends`."""
+        places = self._places(positions_BT, cache_rows_B, tree, begins=begins)
+        found: tuple[Tensor, Tensor] = self._runner.extend(
+            ids_BT, hidden_BTE, positions_BT, bucket=self._num_slots, cache_rows_B=cache_rows_B, tree=places, **how
+        )
+        return found
+
+    def draft(
+        self, ids_BT: Tensor, context_BCE: Tensor, positions_BT: Tensor, *, cache_rows_B: Tensor | None = None,
+        **how: Any,
+    ) -> Any:  # fmt: skip # noqa: ANN401 - see there
+        """See `OnePassHead.draft`."""
+        places = self._places(positions_BT, cache_rows_B)
+        how |= {"bucket": self._num_slots, "cache_rows_B": cache_rows_B, "tree": places}
+        return self._runner.draft(ids_BT, context_BCE, positions_BT, **how)
+
+
+def of_head(head: Any, parts: DrafterParts) -> WindowedHead:  # noqa: ANN401 - any head
+    """Give a draft head a cache of the window that the draft's settings ask for.
+
+    Source: arXiv:2309.17453 (the first tokens and a window).
+    """
+    config = parts.config
+    assert isinstance(config, WindowConfig)
+    assert config.window is not None
+    return WindowedHead(head, sinks=config.sinks, window=config.window, most_nodes=parts.num_draft_tokens)
 
 
 class WindowDrafter(ModelDrafter):
@@ -135,17 +186,15 @@ class WindowDrafter(ModelDrafter):
         if not isinstance(runner, LeanRunner):
             raise ConfigError("draft.window needs a draft whose layers are like Llama's: leave it out")
         most_nodes = parts.num_draft_tokens + parts.num_ahead
-        windowed = Windowed(runner, sinks=config.sinks, window=config.window, most_nodes=most_nodes)
-        super().__init__(replace(parts, runner=windowed))
-        self._windowed, self._sinks = windowed, config.sinks
+        self._windowed = Windowed(runner, sinks=config.sinks, window=config.window, most_nodes=most_nodes)
+        super().__init__(replace(parts, runner=self._windowed))
 
     def prefill(self, prompts: Prompts, *, rows: Sequence[int], buckets: Buckets) -> None:  # noqa: ARG002
         """Read the first and the last tokens of new prompts."""
         known_RS, rows_R = self._known(prompts.tokens_RS), to_device(rows, self.runner.device)
-        skipped_R1 = (prompts.lengths_R[:, None] - self._windowed.num_kept).clamp_min(0)
-        num_read = min(max(prompts.lengths), self._windowed.num_kept)
-        for start in range(0, num_read, PREFILL_CHUNK):
-            slots_T = torch.arange(start, min(start + PREFILL_CHUNK, num_read), device=rows_R.device)
-            slots_RT = slots_T.expand(len(rows), -1).contiguous()
-            positions_RT = slots_RT + skipped_R1 * (slots_RT >= self._sinks)
-            self._windowed.begin(known_RS.gather(1, positions_RT), positions_RT, slots_RT, rows_R)
+        first_R1 = torch.zeros_like(rows_R)[:, None]
+        for positions_RT in self._windowed.ends(prompts.lengths_R, longest=max(prompts.lengths), rows_R=rows_R):
+            self._windowed.forward(
+                known_RS.gather(1, positions_RT), positions_RT, score_positions_BR=first_R1, cache_rows_B=rows_R,
+                begins=True,
+            )  # fmt: skip

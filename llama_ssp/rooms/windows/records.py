@@ -1,9 +1,10 @@
-"""The records of draft models with a window: their settings, what they exclude, what a plan counts. No torch."""
+"""The records of drafts with a window: their settings, what they exclude, what a plan counts. No torch."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from llama_ssp.architectures.family import record_of
+from llama_ssp.draft_heads import head_in_target
 from llama_ssp.fields import setting
 from llama_ssp.groups import MoreSettings
 from llama_ssp.settings.combinations import Ability
@@ -18,9 +19,11 @@ class WindowConfig(ModelDraftConfig):
     """The draft model and what it sees."""
 
     window: int | None = setting(
-        None, "newest tokens of a text that a draft model sees, whose cache has no others but the first; null for all."
+        None,
+        "newest tokens of a text that a draft model or head sees, whose cache has no others but the first; null for "
+        "all.",
     )
-    sinks: int = setting(4, "first tokens of a text that a draft model with a window also sees.")
+    sinks: int = setting(4, "first tokens of a text that a draft model or head with a window also sees.")
 
 
 SETTINGS = MoreSettings(
@@ -39,6 +42,7 @@ def _window(draft: object) -> int | None:
 # Source: arXiv:2309.17453 (the first tokens and a window).
 CACHE = DraftCache(
     name="window", make="llama_ssp.rooms.windows.drafter:WindowDrafter",
+    of_head="llama_ssp.rooms.windows.drafter:of_head",
     num_kept=lambda draft: None if (window := _window(draft)) is None else window + draft.sinks,
 )  # fmt: skip
 
@@ -53,15 +57,23 @@ def _problems(config: RunConfig) -> Iterator[str | NoEffect]:
         yield NoEffect("draft.window", "without a draft model: give one with draft=NAME, or draft=self")
     if 1 <= window <= steps:
         yield f"{said('draft.window', window)} is less than K + 1, here {steps + 1}: give a wider window"
-    if model and (shape := model.shape) and not (shape.is_head or record_of(shape.model_type).is_llama_kind):
+    is_head = model and (head_in_target(model.name) or (model.shape and model.shape.is_head))
+    if model and (shape := model.shape) and not (is_head or record_of(shape.model_type).is_llama_kind):
         yield (
             f"{said('draft.window', window)} needs a draft whose layers are like Llama's, and draft={model.name} "
             f"is a {shape.model_type} model: leave it out, or give another draft"
         )
 
 
+def _says_itself(config: RunConfig) -> bool:
+    model = config.draft.model
+    return model is not None and model.shape is not None and model.shape.sees_by_itself
+
+
+SAYING = Ability(name="a head that says what it sees", has=_says_itself)
 _CLASHES = {
-    "a head": "{window} is of draft models, and draft={draft} is a head, which says itself what it sees: leave it out",
+    "a head that says what it sees": "{window} is of drafts that see all of a text, and the files of draft={draft} say "
+    "what its layers see: leave it out",
     "an own tokenizer": "{window} needs a draft with the target's tokenizer: leave {own} out",
 }
 ABILITY = Ability(

@@ -4,6 +4,7 @@ Shapes: B sequences, S slots, K drafted tokens, P = 2 uniforms per draw, V vocab
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -93,8 +94,11 @@ class ModelDrafter(StepwiseDrafter):
 
 def make(parts: DrafterParts) -> Drafter:
     """Make the drafter on a rank that holds the draft model or a slice of it; see `drafters.maker`."""
-    is_head = parts.taps is not None  # which only a head reads
-    how = cache_of(parts.config) or vocabulary_of(parts.config)
-    make_drafter = parts.runner.make_drafter if is_head else imported(how.make, setting="draft")
-    drafter: Drafter = make_drafter(parts)
+    kept, make_drafter = cache_of(parts.config), None
+    if parts.taps is not None:  # which only a head reads
+        make_drafter = parts.runner.make_drafter
+        if kept:
+            parts = replace(parts, runner=imported(kept.of_head, setting="draft")(parts.runner, parts))
+    how = kept or vocabulary_of(parts.config)
+    drafter: Drafter = (make_drafter or imported(how.make, setting="draft"))(parts)
     return drafter

@@ -152,7 +152,7 @@ def test_the_last_output_is_one_of_the_taps_of_a_head(tmp_path: Path) -> None:
     check_model(origin, num_ranks=2)
 
 
-def referring(tensors: dict[str, Tensor], embedding_VE: Tensor, **flags: bool) -> Callable[..., Tensor]:
+def referring(tensors: dict[str, Tensor], embedding_VE: Tensor, **flags: Any) -> Callable[..., Tensor]:
     return lambda text, taps_LX, drafted: reference(tensors, embedding_VE[[*text[1:], *drafted]], taps_LX, **flags)
 
 

@@ -1,5 +1,7 @@
 """What `load(..., ranks=N)` refuses before a rank is started."""
 
+import inspect
+import json
 from typing import Any
 
 import pytest
@@ -24,3 +26,29 @@ def test_what_ranks_of_their_own_cannot_have_is_refused_before_they_start(monkey
         monkeypatch.setenv(variable, value)
     with pytest.raises(ConfigError, match="ranks=2: torchrun has started 1 already, so leave ranks= out"):
         load("tiny", ranks=2)
+
+
+def test_every_argument_goes_to_ranks_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that are not given too, as their defaults, which JSON can hold."""
+    calls = dict[str, Any]()
+
+    class Ranks:
+        def __init__(self, num_ranks: int, **_: object) -> None:
+            calls["ranks"] = num_ranks
+
+        def call(self, name: str, given: dict[str, Any], _hear: object) -> dict[str, Any]:
+            calls[name] = json.loads(json.dumps(given))
+            return {}
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr("llama_ssp.rooms.python_ranks.pair.StartedRanks", Ranks)
+    load("tiny", {"kind": "self", "layers": [0, 2]}, ranks=2, spare_rows=3, placement="sharded")
+    assert calls["ranks"] == 2
+    assert calls["load"].keys() == inspect.signature(load).parameters.keys() - {"ranks"}
+    given = {name: value for name, value in calls["load"].items() if value is not None}
+    assert given == {
+        "model": "tiny", "draft": {"kind": "self", "layers": [0, 2]}, "device": "auto", "tokenizer": "same",
+        "placement": "sharded", "spare_rows": 3,
+    }  # fmt: skip

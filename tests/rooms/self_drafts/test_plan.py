@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig
 
+from llama_ssp import catalogue
 from llama_ssp.catalogue import Dtype
-from llama_ssp.kernels.parts import rows_of
 from llama_ssp.machines import hardware
 from llama_ssp.models.cache import StaticCache
+from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.models.loading import load_model
 from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.models.weights import Loading
@@ -20,12 +23,16 @@ from llama_ssp.planning.plan import make_plan
 from llama_ssp.planning.spec import make_spec as spec_of_run
 from llama_ssp.planning.timing import CostModel, timing
 from llama_ssp.ranks.stages import ModelStage
+from llama_ssp.rooms.self_drafts.drafter import SelfDrafter
 from llama_ssp.rooms.self_drafts.lengths import gains_from
 from llama_ssp.rooms.self_drafts.records import SelfConfig
 from llama_ssp.settings.trees import tree_shape
 from llama_ssp.storage.formats import OWN_DTYPE
 from llama_ssp.weights.checkpoint import inspect
+from llama_ssp.weights.in_memory import WeightsInMemory
+from llama_ssp.workspaces import find_parts, find_tensors
 from tests.helpers.composed import compose_run
+from tests.helpers.decoders import parts_of
 from tests.helpers.held import held_bytes
 from tests.helpers.models import SIZES, build_checkpoint
 from tests.helpers.planning import make_spec, small_model
@@ -35,6 +42,10 @@ SAID_OF_LONG_TEXTS = (
     "model.cache_dtype=int8 . ms/token in place of . plain, and room for . rows, or rows of . tokens, draft=self "
     "draft.window=512 a gain from an acceptance of . on and draft=self draft.layers=16 a gain"
 )
+SIZES_OF_7B = (
+    "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size",
+    "vocab_size", "max_position_embeddings", "tie_word_embeddings",
+)  # fmt: skip
 SPEC: dict[str, Any] = {"batch_size": 8, "prompt_tokens": 8000, "max_new_tokens": 100, "num_draft_tokens": 3}
 
 
@@ -74,23 +85,50 @@ def test_the_small_cache_is_memory_of_the_draft() -> None:
     assert window.draft_cache_bytes == pytest.approx(8 * (508 + 4 + 4) * a_slot, rel=0.01)
 
 
+@pytest.fixture(scope="module")
+def on_meta() -> WeightsInMemory:
+    """Weights of 7B, of no values."""
+    shape = catalogue.load("7B").shape
+    assert shape
+    config = LlamaConfig(**{name: getattr(shape, name) for name in SIZES_OF_7B})
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    parameters = dict(model.named_parameters())
+    return WeightsInMemory(
+        name="7B", folder=Path("7B"), config=config, shape=shape, parameters=parameters, generation={}
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("cache_dtype", [OWN_DTYPE, "int8"])
-@pytest.mark.parametrize("draft", [{"layers": 8}, {"window": 512}])
-def test_bytes_at_32k_are_those_that_a_run_takes(draft: dict[str, Any], cache_dtype: str) -> None:
-    """Of the caches of 7B on one H200, as a run makes them, on no device."""
+@pytest.mark.parametrize("draft", [None, {"layers": 8}, {"window": 512}])
+def test_bytes_at_32k_are_those_that_a_run_takes(
+    draft: dict[str, Any] | None, cache_dtype: str, on_meta: WeightsInMemory
+) -> None:
+    """Of 7B on one H200, by the runner and the drafter of a run, on no device."""
     sizes = {**SPEC, "prompt_tokens": 32_000, "batch_size": 4}
-    spec = make_spec("7B", free_draft="self", free_settings=SelfConfig(kind="self", **draft), **sizes)
+    settings = SelfConfig(kind="self", **draft) if draft else None
+    spec = make_spec("7B", free_draft="self" if draft else None, free_settings=settings, **sizes)
     spec = replace(spec, target=replace(spec.target, cache_dtype=cache_dtype))
     plan, device = memory(spec, hardware.load("h200"))[0], torch.device("meta")
-
-    def taken(num_slots: int) -> int:
-        kept = rows_of(cache_dtype, torch.bfloat16)
-        cache = StaticCache(num_layers=32, batch_size=4, capacity=num_slots, device=device, kept=kept)
-        cache.make_buffers(range(32), device, num_heads=32, head_dim=128)
-        return sum(layer.nbytes for layer in cache.in_rows())
-
-    assert plan.target_cache_bytes == taken(spec.num_slots)
-    assert plan.draft_cache_bytes == (taken(512 + 4 + 4) if "window" in draft else 0)
+    loading = Loading(on_meta, device=device, dtype=torch.bfloat16, precision=Precision(cache_dtype=cache_dtype))
+    target = LeanRunner(loading)
+    held, _ = find_tensors([target], bucket=0)  # also matrices the other way round, of the same memory
+    weights_bytes = sum(leaf.nbytes for leaf in held if isinstance(leaf, Tensor) and leaf.is_contiguous())
+    assert weights_bytes == pytest.approx(plan.target_weights_bytes, rel=1e-5)
+    target.allocate(batch_size=4, capacity=spec.num_slots)
+    target.make_buffers(target.cache, range(32))
+    caches: dict[str, list[StaticCache]] = {"target": [target.cache], "draft": []}
+    if settings:
+        sizes = {"vocab_size": target.vocab_size, "num_draft_tokens": spec.num_draft_tokens}
+        drafter = SelfDrafter(parts_of(target=target, config=settings, **sizes))
+        drafter.allocate(batch_size=4, num_slots=spec.num_slots)
+        found = find_parts(drafter, StaticCache, seen=set())
+        caches["draft"] = [cache for cache in found if cache is not target.cache]
+    taken = {
+        name: sum(layer.nbytes for cache in of_model for layer in cache.in_rows()) for name, of_model in caches.items()
+    }
+    assert taken == {"target": plan.target_cache_bytes, "draft": plan.draft_cache_bytes}
+    assert bool(taken["draft"]) == bool(draft and "window" in draft)
 
 
 def test_two_ranks_send_the_sums_of_each_step() -> None:

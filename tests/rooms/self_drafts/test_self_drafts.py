@@ -5,6 +5,7 @@ Shapes: K drafted tokens, V vocabulary.
 
 from collections.abc import Sequence
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.cache_utils import DynamicCache
 
-from llama_ssp import load
+from llama_ssp import load, plan
 from llama_ssp.errors import ConfigError
 from llama_ssp.models.cache import StaticCache
 from llama_ssp.models.llama.decoder import LeanRunner
@@ -26,7 +27,9 @@ from llama_ssp.ranks.stages import ModelStage
 from llama_ssp.rooms.self_drafts.drafter import SelfDrafter
 from llama_ssp.rooms.self_drafts.records import SelfConfig, chosen_layers
 from llama_ssp.settings.drafters import drafters
+from llama_ssp.speculate.engine.batch_space import BatchSpace
 from llama_ssp.speculate.engine.completion import RowCompletion
+from llama_ssp.speculate.engine.loop import Decoder
 from llama_ssp.speculate.engine.round import DraftChoice
 from llama_ssp.speculate.sampling.context import Rows
 from llama_ssp.weights.checkpoint import inspect
@@ -97,10 +100,18 @@ def copy_of(target: LeanRunner, draft: SelfConfig) -> Any:  # noqa: ANN401 - a r
 
 
 def decode(
-    target: LeanRunner, draft: SelfConfig, *, seen: Seen | None = None, tree: str | None = None, num_new: int = 16,
-    choices: Sequence[DraftChoice] = (), prompts: Sequence[tuple[int, ...]] = PROMPTS, **how: Any,
+    target: LeanRunner, draft: SelfConfig, *, num_new: int = 16, prompts: Sequence[tuple[int, ...]] = PROMPTS,
+    **how: Any,
 ) -> list[RowCompletion]:  # fmt: skip
-    """Decode with the target as its own draft; `seen` takes its drafts, round by round."""
+    """Decode with the target as its own draft; for other arguments see `decoder_of`."""
+    return complete(decoder_of(target, draft, **how), requests_of(prompts, num_new))
+
+
+def decoder_of(
+    target: LeanRunner, draft: SelfConfig, *, seen: Seen | None = None, tree: str | None = None,
+    choices: Sequence[DraftChoice] = (), **how: Any,
+) -> Decoder:  # fmt: skip
+    """A decoder with the target as its own draft; `seen` takes its drafts, round by round."""
     shape = tree_of(tree)
     num_drafted = shape.num_drafted if shape else NUM_DRAFTED
 
@@ -129,7 +140,7 @@ def decode(
     change_runs(decoder, reuses=True)
     if choices:
         decoder.length = ScriptedLength(choices)
-    return complete(decoder, requests_of(prompts, num_new))
+    return decoder
 
 
 def in_8_bits(layers: Any) -> Any:  # noqa: ANN401 - modules
@@ -251,9 +262,61 @@ def test_the_small_cache_has_the_slots_that_a_plan_counts(name: str, folder: Pat
     assert held == (3 * (slots + NUM_DRAFTED + 1) * layers * value_bytes if slots else 0)
 
 
-def test_the_library_which_has_no_setting_of_layers_names_it_as_no_draft() -> None:
-    with pytest.raises(ConfigError, match="unknown draft 'self'"):
-        load("tiny", "self")
+@pytest.mark.parametrize("name", first(["a copy of some layers, window", "first layers", "window"]))
+def test_texts_go_on_from_spare_rows_and_in_later_runs_as_in_one(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two chats take turns in one row; and prompts that another decoder completes have the same texts."""
+    monkeypatch.setattr("llama_ssp.speculate.engine.held.LEAST_TOKENS", 1)
+    build_checkpoint(tmp_path, "llama", num_hidden_layers=4, head_dim=16, vocab_size=224)  # of whole blocks
+    target = load_lean(tmp_path, dtype=torch.float32)
+    FOLDERS[target] = tmp_path
+    draft, chats, reused = SelfConfig(kind="self", **WAYS[name]), list[list[tuple[int, ...]]](), list[int]()
+    for num_spare in (2, 0):
+        decoder, texts = decoder_of(target, draft, batch_size=1), [*PROMPTS[::2]]
+        decoder.space = BatchSpace(
+            decoder.round, decoder.executor, batch_size=1, reuse=replace(decoder.space._reuse, num_spare=num_spare)
+        )
+        for turn in ((3, 1), (7, 7, 2)):
+            for number, text in enumerate(texts):
+                [done] = complete(decoder, requests_of([(*text, *turn)], 6))
+                texts[number] = (*done.request.prompt_ids, *done.token_ids)
+        reused.append(done.num_reused_tokens)
+        chats.append(texts)
+    assert reused[0] > len(PROMPTS[2]) > reused[1]
+    assert chats[0] == chats[1]
+    together = ids_of(decode(target, draft))
+    assert [ids_of(decode(target, draft, prompts=[prompt]))[0] for prompt in PROMPTS] == together
+
+
+@pytest.mark.parametrize("draft", first([{"window": 16, "sinks": 2}, {"layers": 8}]))
+def test_the_library_drafts_with_the_target_as_a_run_does(draft: dict[str, Any]) -> None:
+    plain, drafts = load("tiny"), load("tiny", {"kind": "self", **draft})
+    assert repr(drafts).startswith("Pair(tiny, draft self, on cpu")
+    texts = [pair.generate("import os\n", max_new_tokens=12, temperature=0)[0] for pair in (plain, drafts)]
+    assert texts[0].token_ids == texts[1].token_ids
+    assert texts[1].draft_lengths
+    planned = plan("7B", {"kind": "self", "window": 512}, hardware="h100", prompt_tokens=1000)
+    assert planned.ranks[0].draft_cache_bytes > 0
+
+
+BAD_ARGUMENTS: dict[str, tuple[Any, str]] = {
+    "nothing cheaper": ("self", "gains nothing: give layers=, window= or quantization= of fewer bits"),
+    "out of range": ({"kind": "self", "layers": 11}, "^layers=11 is out of range: the target has 10 layers"),
+    "a text": ({"kind": "self", "window": "wide"}, "^window='wide' must be a whole number or None"),
+    "below one": ({"kind": "self", "window": 0}, "^window=0 must be at least 1 token"),
+    "another name": ({"kind": "self", "windows": 3}, "unknown setting of the draft 'windows': .*did you mean window"),
+    "no kind": ({"window": 3}, "must have either a kind, as .* or a model, as"),
+    "another kind": ({"kind": "selves"}, "unknown draft 'selves': .*did you mean self"),
+    "of no window": ({"kind": "self", "layers": 2, "sinks": 3}, "draft.sinks has no effect without draft.window"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_ARGUMENTS)
+def test_arguments_of_the_library_that_cannot_be_are_one_sentence(name: str) -> None:
+    given, sentence = BAD_ARGUMENTS[name]
+    with pytest.raises(ConfigError, match=sentence):
+        load("tiny", given).generate("import", max_new_tokens=2)
 
 
 def test_a_rank_without_the_target_is_refused() -> None:

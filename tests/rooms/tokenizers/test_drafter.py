@@ -39,7 +39,7 @@ class Checked(IntersectionDrafter):
             rows, num_tokens=num_tokens, uniforms_BKP=uniforms_BKP, bucket=bucket, num_unread=num_unread
         )
         for row, length in enumerate(rows.lengths_B.tolist()):
-            num_prompt = int(self._text._prompt_lengths_B[row])
+            num_prompt = int(self._text._prompt_lengths_B[row if rows.places is None else rows.places[row]])
             if not 0 < num_prompt < length:
                 continue  # vacant
             ids = rows.tokens_BS[row, :length].tolist()

@@ -247,7 +247,7 @@ BAD = {
     "draft.window=0 speculation.num_draft_tokens=1": "draft.window=0 must be at least 1 token",
     "draft.window=9 draft.sinks=-1": "draft.sinks=-1 must be at least 0",
     "draft.sinks=3": "draft.sinks has no effect without draft.window",
-    "draft.window=64 draft=tiny-eagle": "draft=tiny-eagle is a head, which says itself what it sees: leave it out",
+    "draft.window=4 draft=tiny-eagle": "draft.window=4 is less than K + 1, here 5: give a wider window",
     "draft.window=64 draft=smollm2_135M draft.tokenizer=own": "needs a draft with the target's tokenizer: leave",
     "draft.window=64 model=mixtral_8x7B draft=mixtral_8x7B": "needs a draft whose layers are like Llama's",
 }

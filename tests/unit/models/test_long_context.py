@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 
 from llama_ssp import operators
+from llama_ssp.architectures import engine
+from llama_ssp.architectures.engine import PREFILL_CHUNK
 from llama_ssp.kernels.parts import SINGLES
 from llama_ssp.models.llama.decoder import LeanRunner
-from llama_ssp.models.prefill import Buckets, Prompts, read_prompts
+from llama_ssp.models.prefill import Buckets, Held, Prompts, read_prompts
 from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.speculate.engine.state import Request
 from tests.helpers.decoders import complete, make_decoder
@@ -59,6 +61,33 @@ def test_the_largest_tensor_of_a_prompt_grows_no_faster_than_its_context(head_di
         largest.append(made.num_bytes)
     assert largest[1] <= 4 * largest[0]
     assert largest[1] < 2**26
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("head_dim", [16, 8])
+def test_a_chunk_behind_a_long_text_needs_no_more_memory_than_behind_a_short_one(
+    head_dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where attention takes masks, the chunks become shorter."""
+    monkeypatch.setattr(engine, "MASKED_PAIRS", 512 * 2048)
+    model, largest = runner(head_dim=head_dim, num_layers=1), list[int]()
+    model.allocate(batch_size=1, capacity=CONTEXT)
+    read(model, CONTEXT, 8)
+    for length in (2048, 16384):
+        held, lengths = [Held(length - PREFILL_CHUNK, 0)], torch.tensor([length])
+        prompts = Prompts(random_ids(1, length), lengths, [length], longest=length, held=held)
+        with LargestTensor() as made:  # type: ignore[no-untyped-call]
+            read_prompts(model, prompts, rows=[0], buckets=Buckets(step=64, num_slots=CONTEXT))
+        largest.append(made.num_bytes)
+    assert largest[1] <= largest[0]
+
+
+@torch.inference_mode()
+def test_shorter_chunks_of_a_long_prompt_have_the_logits_of_whole_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = runner(head_dim=8)
+    whole = read(model, 2048, 1300)
+    monkeypatch.setattr(engine, "MASKED_PAIRS", 2**16)
+    torch.testing.assert_close(read(model, 2048, 1300), whole, atol=1e-4, rtol=1e-4)
 
 
 def test_texts_do_not_depend_on_the_room_that_a_long_context_leaves() -> None:

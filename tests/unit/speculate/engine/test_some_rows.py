@@ -228,7 +228,7 @@ def test_a_round_drafts_no_more_than_a_row_takes_unless_its_rule_judges_whole_dr
                 drafted.add(choice.num_tokens)
                 return draft(choice, *given)
 
-            decoder.round._draft = watched  # type: ignore[method-assign]
+            decoder.round._draft = watched  # type: ignore[assignment, method-assign]
             done = in_turn(decoder, mixed((2, 0, 1, 2)), most=4)
             found.append([(each.token_ids, each.accepted_lengths, each.examined_lengths) for each in done])
             lengths.setdefault(rule_name, drafted)
