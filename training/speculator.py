@@ -19,11 +19,13 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 
 from training import batches, corpus, generate
+from training.export import WEIGHTS
 from training.head_model import tapped_layers
 from training.tokenizer import load_tokenizer
 from training.train import Log, run_by_the_clock
@@ -103,6 +105,9 @@ class Trainer:
         self.held_RT, self.own = torch.stack(own[:HELD_ROWS]), own[HELD_ROWS:]
         self.target = Target(options.target, options.kind, options.device, self.sources.row_ends.pad)
         self.head = self.target.new_head(num_layers=options.layers, block_size=options.block)
+        if options.start:
+            saved = load_file(options.start / WEIGHTS)  # which lacks what is the target's
+            self.head.load_state_dict(saved, strict=False)
         self.how, _ = self.head.get_trainer_kwargs(
             loss_fn=LOSSES[options.kind], loss_implementation="eager", max_anchors=options.anchors,
             ttt_steps=options.block, ttt_step_loss_decay=1.0, num_depths=options.block,
@@ -149,6 +154,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder of the head")
     parser.add_argument("--target", type=Path, default=Path("llama_ssp/shipped/tiny"), help="folder of the target")
     parser.add_argument("--text", type=Path, help="folder of text files to train on; default: Python's own sources")
+    parser.add_argument("--start", type=Path, help="folder of a head to go on from, of the same sizes")
     parser.add_argument("--minutes", type=float, default=20.0, help="of training")
     parser.add_argument("--own-minutes", type=float, default=10.0, help="of writing own text, where there is none")
     parser.add_argument("--rows", type=int, default=6, help="rows of a step")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from scipy.stats import chisquare
 from transformers import AutoModelForCausalLM
 
@@ -221,24 +221,33 @@ def test_training_gives_a_class_the_target_s_states_and_logits(kind: str, tmp_pa
     assert read["document_ids"][0].bincount().tolist() == [12 - first] * 2
 
 
+def save_texts(folder: Path) -> None:
+    """Save the tokenizer of a target, texts to train on, and rows of the target's own text."""
+    save_tokenizer(folder / "target", VOCABULARY)
+    for name in ("texts", generate.FOLDER):
+        (folder / name).mkdir()
+    for number in range(24):
+        (folder / "texts" / f"{number}.txt").write_text(" ".join(f"t{place % 199 + 3}" for place in range(300)))
+    rows_BT = torch.randint(3, VOCABULARY, (24, generate.LENGTH), generator=torch.Generator().manual_seed(1))
+    save_file({"rows_BT": rows_BT.int()}, folder / generate.FOLDER / "1.safetensors")
+
+
+def train(folder: Path, kind: str, monkeypatch: pytest.MonkeyPatch, *more: str) -> None:
+    """Train for a step or two."""
+    monkeypatch.setattr(sys, "argv", [
+        "speculator", kind, *("--target", f"{folder}/target", "--text", f"{folder}/texts", "--scratch", str(folder)),
+        *("--minutes", "0.01", "--rows", "2", "--own-rows", "1", "--anchors", "16", "--block", "4"), *more,
+    ])  # fmt: skip
+    speculator.main()
+
+
 @pytest.mark.parametrize("kind", speculator.LOSSES)
 def test_a_trained_head_is_loaded_as_it_is_saved_and_drafts_as_its_class_computes(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     library, seen = target_in(tmp_path, num_layers=NUM_LAYERS), Seen()
-    save_tokenizer(tmp_path / "target", VOCABULARY)
-    for name in ("texts", generate.FOLDER):
-        (tmp_path / name).mkdir()
-    for number in range(24):
-        (tmp_path / "texts" / f"{number}.txt").write_text(" ".join(f"t{place % 199 + 3}" for place in range(300)))
-    rows_BT = torch.randint(3, VOCABULARY, (24, generate.LENGTH), generator=torch.Generator().manual_seed(1))
-    save_file({"rows_BT": rows_BT.int()}, tmp_path / generate.FOLDER / "1.safetensors")
-    monkeypatch.setattr(sys, "argv", [
-        "speculator", kind, *("--target", f"{tmp_path}/target", "--text", f"{tmp_path}/texts"),
-        *("--scratch", str(tmp_path), "--out", f"{tmp_path}/head", "--minutes", "0.01", "--rows", "2"),
-        *("--own-rows", "1", "--anchors", "16", "--block", "4"),
-    ])  # fmt: skip
-    speculator.main()
+    save_texts(tmp_path)
+    train(tmp_path, kind, monkeypatch, "--out", f"{tmp_path}/head")
     assert (tmp_path / f"{kind}.jsonl").read_text().count("\n") >= 2
     head = module_of("speculators").SpeculatorModel.from_pretrained(tmp_path / "head").eval()
     at_anchor = kind == "dspark"
@@ -250,3 +259,14 @@ def test_a_trained_head_is_loaded_as_it_is_saved_and_drafts_as_its_class_compute
         wanted = partial(parallel_logits, head, num=NUM_DRAFTED)
     decode(tmp_path, seen, batch_size=2, **how)
     assert head_drafts.check(seen, library, TAPPED, None, wanted) > 20
+
+
+def test_training_goes_on_from_a_saved_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target_in(tmp_path, num_layers=NUM_LAYERS)
+    save_texts(tmp_path)
+    train(tmp_path, "dspark", monkeypatch, "--out", f"{tmp_path}/one")
+    again = "--rate", "0", "--seed", "1", "--start", f"{tmp_path}/one", "--out", f"{tmp_path}/two"
+    train(tmp_path, "dspark", monkeypatch, *again)
+    one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))
+    assert one.keys() == two.keys()
+    assert all(one[name].equal(two[name]) for name in one)

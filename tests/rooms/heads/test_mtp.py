@@ -423,7 +423,8 @@ def look_back(tensors: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "num_modules"), [("glm4_moe", 2), heavy("mimo_v2_flash", 3), heavy("qwen2", 1), heavy("ernie4_5_moe", 1)]
+    ("family", "num_modules"),
+    [heavy("glm4_moe", 2), heavy("mimo_v2_flash", 3), heavy("qwen2", 1), heavy("ernie4_5_moe", 1)],
 )
 def test_a_run_goes_on_with_the_texts_and_rounds_of_an_undisturbed_one(
     family: str, num_modules: int, tmp_path: Path
