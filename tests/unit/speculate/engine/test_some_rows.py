@@ -209,8 +209,8 @@ def test_rows_with_drafts_wait_for_one_chunk_of_prompts_between_two_rounds(monke
 def test_rounds_of_some_rows_and_of_all_are_not_taken_for_each_other() -> None:
     """Five rows with drafts are computed in six places, as all six rows are once the one without drafts has ended."""
     apart, joint = (mixed_decoder(reading_rows=reading_rows) for reading_rows in (0.0, math.inf))
-    wanted = mixed((None, 0, None, None, None, None))
-    wanted[1] = replace(wanted[1], max_new_tokens=12)
+    wanted = [replace(request, max_new_tokens=40, ignores_eos=True) for request in mixed((None, 0, *[None] * 4))]
+    wanted[1] = replace(wanted[1], max_new_tokens=16)
     joint.picks_rows = False
     assert outcome(in_turn(apart, wanted, most=6)) == outcome(in_turn(joint, wanted, most=6))
 
