@@ -1,7 +1,8 @@
 """What all tests share: no network, one thread per process, how many workers, and which markers run on which machine.
 
-Three lanes, by cost: unmarked tests run always, `heavy` ones with --heavy, `slow` ones with --slow.
-A fourth, with --gpu-stub, needs a CUDA build of torch.
+Four lanes, by cost: unmarked tests run always, those of `seconds` with --seconds, as in .ci/run, and wherever a file or
+a folder is named, `heavy` ones with --heavy, `slow` ones with --slow. A fifth, with --gpu-stub, needs a CUDA build of
+torch.
 """
 
 import gc
@@ -138,6 +139,7 @@ def pair() -> Any:  # noqa: ANN401 - a `Pair`, which takes seconds to import
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--seconds", action="store_true", help="also run the tests that take seconds, as .ci/run does")
     parser.addoption("--heavy", action="store_true", help="also run the tests in which values meet, and many starts")
     parser.addoption("--gpu-stub", action="store_true", help="run the tests on the stub device: `just gpu-stub`")
     parser.addoption("--slow", action="store_true", help="also run the tests that take minutes, and the heavy ones")
@@ -207,8 +209,9 @@ def _lanes_left_out(config: pytest.Config) -> dict[str, str]:
     """Return the markers of lanes that were not asked for, with what runs them."""
     asked = {"slow"} if config.getoption("--slow") else set()
     asked |= {"heavy"} if config.getoption("--heavy") or "slow" in asked else set()
+    asked |= {"seconds"} if config.getoption("--seconds") or config.option.file_or_dir or "heavy" in asked else set()
     asked |= {"gpu_stub"} if config.getoption("--gpu-stub") else set()
-    lanes = {"heavy": "--heavy", "slow": "--slow", "gpu_stub": "`just gpu-stub`"}
+    lanes = {"seconds": "--seconds", "heavy": "--heavy", "slow": "--slow", "gpu_stub": "`just gpu-stub`"}
     return {marker: how for marker, how in lanes.items() if marker not in asked}
 
 

@@ -54,6 +54,7 @@ def check_bytes(case: Cell, pairs: Path, seen: Seen) -> None:
     assert sum(size for (size,) in arriving) == sum(message.received_bytes for message in messages)
 
 
+@pytest.mark.seconds
 @each_of(ALONE)
 def test_greedy_text_is_the_librarys(case: Cell, pairs: Path, seen: Seen) -> None:
     model, tokenizer = library(case.pair, pairs)
@@ -63,6 +64,7 @@ def test_greedy_text_is_the_librarys(case: Cell, pairs: Path, seen: Seen) -> Non
     check_texts(case, pairs, wanted, texts)
 
 
+@pytest.mark.seconds
 @each_of(CELLS)
 def test_text_is_that_of_one_rank_wherever_target_and_draft_sit(case: Cell, pairs: Path, seen: Seen) -> None:
     """On one rank it is the library's, if it is greedy."""
@@ -83,6 +85,7 @@ def test_texts_of_different_lengths_and_the_error_of_one_rank_reach_all(case: To
     assert seen(case) == [(gathered, "from 0", heard)] * case.num_ranks
 
 
+@pytest.mark.seconds
 @pytest.mark.distributed(2)
 @pytest.mark.parametrize(
     "case", [FromPython("sharded"), *map(heavy, (FromPython("own_gpu"), FromPython("stages")))], ids=str
@@ -104,6 +107,7 @@ QUANTIZED = [
 ]
 
 
+@pytest.mark.seconds
 @pytest.mark.distributed(2)
 @pytest.mark.parametrize("case", QUANTIZED, ids=str)
 def test_quantized_logits_come_within_the_error_of_the_same_precision_on_one_process(

@@ -186,14 +186,14 @@ def main(words: Sequence[str]) -> None:
     """Check a copy without the rooms that the words name."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("rooms", nargs="*", metavar="ROOM", help="by default all")
-    parser.add_argument("--whole", action="store_true", help="all default tests")
+    parser.add_argument("--whole", action="store_true", help="all tests of .ci/run")
     given = parser.parse_args(words)
     rooms = given.rooms or manifest.present()
     with tempfile.TemporaryDirectory() as folder:
         copy = copy_without(rooms, Path(folder))
 
         def tests() -> None:
-            words = ["-m", "pytest", "-q", "-p", "no:cacheprovider", *([] if given.whole else FAST_TESTS)]
+            words = ["-m", "pytest", "-q", "-p", "no:cacheprovider", *(["--seconds"] if given.whole else FAST_TESTS)]
             print(skipped(python(copy, *words), rooms))
 
         steps: dict[str, Callable[[], object]] = {

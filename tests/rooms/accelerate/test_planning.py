@@ -53,6 +53,7 @@ def check_plan(words: str) -> None:
     checks.check_plan(config)
 
 
+@pytest.mark.seconds
 def test_a_search_chooses_among_other_targets() -> None:
     module_of("advice")
     check_plan("placement=accelerate")

@@ -240,6 +240,7 @@ def errors(case: Case, **how: Any) -> Iterator[float]:
             yield max(abs(found[0] - mean), abs(found[1] - variance))
 
 
+@pytest.mark.seconds
 @cases
 def test_given_the_text_rounds_have_the_mean_and_the_variance_of_the_shipped_rule(case: Case) -> None:
     assert sum(sum(rounds.values()) for rounds in rounds_of_texts(case).values()) == pytest.approx(1, abs=1e-12)
@@ -357,6 +358,7 @@ def rounds_by_rule(case: Case) -> Array:
     return shares
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("rule", ["speculative", "block"])
 def test_acceptance_by_position_is_of_the_places_where_rounds_begin(rule: str) -> None:
     case = Case(rule, 2, length=5, has_end=False)
@@ -364,6 +366,7 @@ def test_acceptance_by_position_is_of_the_places_where_rounds_begin(rule: str) -
     assert found == pytest.approx(rounds_by_rule(case), abs=1e-12)
 
 
+@pytest.mark.seconds
 def test_averages_over_all_places_are_another_figure() -> None:
     """They would count places inside of accepted drafts, where texts are easy."""
     case = Case("speculative", 2, length=5, has_end=False)

@@ -104,6 +104,7 @@ def test_a_plan_has_the_tokens_per_round_of_every_length_and_rule(tmp_path: Path
     assert timed["best_num_draft_tokens"] == 1 + int(np.argmin(by_k))
 
 
+@pytest.mark.seconds
 def test_a_plan_of_a_tree_has_what_was_read_of_it(tmp_path: Path) -> None:
     """By any writing of its shape; of another tree nothing is said but for a search, which follows from chains."""
     folder = made(tmp_path / "trace")
@@ -137,6 +138,7 @@ def test_a_search_tries_the_trees_of_a_trace(tmp_path: Path) -> None:
     assert '"tree": "2x2x1"' not in ended.out
 
 
+@pytest.mark.seconds
 def test_a_search_and_a_run_that_chooses_ask_the_trace(tmp_path: Path) -> None:
     folder = made(tmp_path / "trace", ratio=-2.0)
     words = ("task=generate", "prompt=x", f"trace={folder}", "speculation.num_draft_tokens=auto")
@@ -148,6 +150,7 @@ def test_a_search_and_a_run_that_chooses_ask_the_trace(tmp_path: Path) -> None:
     assert _expected_acceptance(without)[0] > 0.5
 
 
+@pytest.mark.seconds
 def test_a_trace_of_something_else_is_refused(tmp_path: Path) -> None:
     folder, other = made(tmp_path / "trace"), made(tmp_path / "other", temperature=1.0)
     content = Trace.read(folder, asked="")
@@ -194,6 +197,7 @@ def test_a_run_shows_what_its_trace_promised(tmp_path: Path) -> None:
     assert ended.summary["forecast"]["tokens_per_round"] is None
 
 
+@pytest.mark.seconds
 def test_a_plan_without_a_trace_imports_nothing_for_one() -> None:
     words = ["model=tiny", "draft=tiny-draft", "hardware=laptop_cpu", "format=json"]
     code = f"import sys; from llama_ssp.run.commands import plan; plan.main({words}); print('numpy' in sys.modules)"

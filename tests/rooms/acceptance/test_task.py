@@ -59,6 +59,7 @@ CELLS = [
 ]  # fmt: skip
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(("draft", "rule", "number", "temperature"), CELLS)
 def test_the_rounds_of_texts_are_those_that_their_trace_expects(
     tmp_path: Path, draft: str, rule: str, number: int, temperature: float
@@ -103,6 +104,7 @@ def test_the_rounds_of_trees_are_those_that_their_trace_expects(
     assert abs(measured - mean) > 4 * deviation
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     ("words", "draft", "tree"),
     [
@@ -125,6 +127,7 @@ def test_of_trees_of_certain_children_every_round_is_known(
     assert measured < sum(len(line["token_ids"]) - 1 for line in ended.lines), "some tokens are accepted"
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     ("words", "draft", "rule"),
     [
@@ -202,6 +205,7 @@ def test_a_run_that_chooses_takes_the_time_that_is_simulated(tmp_path: Path) -> 
     assert worse > 1.05 * simulated
 
 
+@pytest.mark.seconds
 def test_finished_texts_of_any_run_are_read(tmp_path: Path) -> None:
     """Their figures are those of the run that sampled them."""
     ended, own = read(tmp_path)
@@ -311,6 +315,7 @@ def test_one_pass_of_the_target_serves_two_heads(tmp_path: Path, monkeypatch: py
         assert both.arrays[f"{name}/{number}"] == pytest.approx(alone.arrays[f"tiny-eagle/{number}"], abs=1e-4)
 
 
+@pytest.mark.seconds
 def test_an_interrupted_reading_is_resumed_to_the_same_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ended, _ = read(tmp_path, name="whole")
     write = task._write

@@ -250,6 +250,7 @@ def test_a_job_without_any_way_out_says_so() -> None:
     assert "hardware=NAME" in shortage(plan)
 
 
+@pytest.mark.seconds
 def test_a_cache_in_8_bits_is_named_where_the_cache_is_what_does_not_fit() -> None:
     one, spec = ONE_A10G, make_spec("llama3_8B", prompt_tokens=60_000)
     assert not fits(spec, one)
@@ -265,11 +266,13 @@ def test_the_warnings_of_a_plan_stand_in_its_table() -> None:
     assert "warning: the draft cannot gain" in console.export_text()
 
 
+@pytest.mark.seconds
 def test_a_run_that_does_not_fit_ends_with_the_smallest_change_that_does(tmp_path: Path) -> None:
     ended = launch("model=65B", "draft=7B", "hardware=t4", f"run_dir={tmp_path}", "dry_run=true")
     assert (ended.code, "the smallest change that fits" in ended.err) == (3, True)
 
 
+@pytest.mark.seconds
 def test_a_plan_that_does_not_fit_names_changes_that_do() -> None:
     asked = ["model=65B", "draft=7B", "hardware=g5_12xlarge"]
     content = json.loads(call(plan.main, [*asked, "format=json"]).out)

@@ -20,6 +20,7 @@ def call(*settings: str) -> Ended:
     return in_process.call(entry.main, [*settings])
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     ("settings", "complaint"),
     [
@@ -31,6 +32,7 @@ def test_a_mistake_is_a_sentence(settings: str, complaint: str) -> None:
     call("model=7B", *settings.split()).check_refusal(complaint)
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     ("given", "drafts"),
     [
@@ -81,6 +83,7 @@ def test_what_a_search_prints_holds_no_control_characters() -> None:
     assert_harmless(call("model=7B", "draft=none", "hardware=g5_12xlarge", *settings).well())
 
 
+@pytest.mark.seconds
 def test_a_model_of_the_hub_is_searched_by_its_config_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = {
         "model_type": "qwen2", "num_hidden_layers": 80, "hidden_size": 8192, "num_attention_heads": 64,

@@ -162,6 +162,7 @@ def parts(job: str) -> set[str]:
     return found
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("job", meeting(JOBS, parts, always=1))
 def test_whatever_a_plan_and_its_search_print_is_taken_as_printed(job: str) -> None:
     for word, room in NEEDED.items():

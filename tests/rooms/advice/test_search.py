@@ -57,6 +57,7 @@ def heads_of(name: str, /, **changes: Any) -> set[str]:
     return {draft.name for draft in drafts if draft.shape and draft.shape.is_head}
 
 
+@pytest.mark.seconds
 def test_a_search_tries_the_heads_of_the_model_and_none_of_another_one_as_wide_nor_of_instruct_for_the_base() -> None:
     module_of("heads")
     instruct = "meta-llama/Llama-3.1-8B-Instruct"
@@ -69,6 +70,7 @@ def test_a_search_tries_the_heads_of_the_model_and_none_of_another_one_as_wide_n
     assert not any(row["tree"] for row in search(make_spec(of_hub, num_ranks=8), hardware.load("8xh200")))
 
 
+@pytest.mark.seconds
 def test_the_asked_model_comes_first_then_the_larger_ones_and_what_does_not_fit_comes_last_with_the_reason() -> None:
     assert list(dict.fromkeys(one["target"] for one in choices())) == ["65B", "30B", "13B", "7B"]
     for target in ("7B", "13B", "30B", "65B"):
@@ -95,6 +97,7 @@ def test_a_choice_without_a_draft_has_the_time_of_a_replica_and_the_tokens_of_al
     assert (found["speedup"], found["num_draft_tokens"], found["num_replicas"]) == (1.0, 0, num_copies)
 
 
+@pytest.mark.seconds
 def test_a_choice_has_the_best_k_of_those_that_fit_whatever_k_was_asked_for() -> None:
     """Random numbers, logits and graphs grow with K."""
     spec = make_spec("7B", "tinyllama_1B", num_draft_tokens=1000)
@@ -119,6 +122,7 @@ def test_auto_without_room_gives_way_to_a_fixed_k() -> None:
     assert f"speculation.num_draft_tokens={found[1]['num_draft_tokens']}" in found[1]["settings"]
 
 
+@pytest.mark.seconds
 def test_what_has_no_room_for_cuda_graphs_is_tried_without_them() -> None:
     spec = make_spec("13B")
     needed = memory(spec, A100)[0].needed_bytes

@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
+import pytest
 from rich.console import Console
 
 from llama_ssp.machines import hardware
@@ -33,6 +34,7 @@ def _console(width: int, found: list[dict[str, Any]] | None = None) -> Console:
     return console
 
 
+@pytest.mark.seconds
 def test_the_ranking_shows_all_sizes_what_is_missing_and_what_figures_rest_on() -> None:
     text = " ".join(_console(110).export_text().split())
     assert "65B int8wo" in text
@@ -69,6 +71,7 @@ def test_a_model_that_does_not_fit_is_struck_out_above_the_largest_one_that_does
     assert "line-through" in _console(110, found).export_html()
 
 
+@pytest.mark.seconds
 def test_overlap_says_in_its_row_that_it_is_untried_on_several_gpus_and_80_columns_cut_nothing() -> None:
     found = search(make_spec("65B", "7B", num_ranks=8), hardware.load("8xa100_80gb"))
     best = next(choice for choice in found if choice["overlaps"])

@@ -114,6 +114,7 @@ def test_a_stop_ends_the_texts_of_the_library_at_their_next_step(num_draft_token
     assert len(forwards) == 3
 
 
+@pytest.mark.seconds
 def test_a_benchmark_drafts_no_more_than_a_block_in_any_cell(folders: dict[str, Path]) -> None:
     words = f"{BLOCK} task=benchmark".format_map(folders).split()
     whole, more = (config_of([*words, f"task.num_draft_tokens=[2,{number}]"]) for number in (4, 5))

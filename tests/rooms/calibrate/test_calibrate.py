@@ -55,6 +55,7 @@ def test_the_file_is_a_sound_description_from_which_a_run_can_be_planned(
     assert 1e-5 < (timed.speculative_s or 0) < 10
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("num_local", [1, 2])
 def test_ranks_measure_the_sums_in_their_node_or_one_between_two(
     num_local: int, monkeypatch: pytest.MonkeyPatch

@@ -111,6 +111,7 @@ def test_a_tree_has_several_continuations_the_longest_match_first_then_the_lates
     assert propose([text], shape="3x1") == [[7, 8, 9, 2, 1, 2]]
 
 
+@pytest.mark.seconds
 @settings(max_examples=150, deadline=None)
 @given(
     texts=st.lists(st.lists(st.integers(0, 4), min_size=2, max_size=18), min_size=1, max_size=4),
@@ -125,6 +126,7 @@ def test_every_tree_is_drafted_as_by_a_plain_search(
     assert said == [expected_tree(text, widths=widths, longest=longest, shortest=shortest) for text in texts]
 
 
+@pytest.mark.seconds
 @settings(max_examples=150, deadline=None)
 @given(
     texts=st.lists(st.lists(st.integers(0, 3), min_size=2, max_size=14), min_size=1, max_size=4),
@@ -242,6 +244,7 @@ def test_rows_that_hold_no_text_are_not_copied_from() -> None:
     assert matched_B1.tolist() == [[0]]
 
 
+@pytest.mark.seconds
 @settings(max_examples=100, deadline=None)
 @given(
     corpus=st.lists(st.integers(0, 2), min_size=1, max_size=40),

@@ -27,6 +27,7 @@ def test_a_bad_setting_gets_its_sentence(words: str, sentence: str) -> None:
     check_refused(words, sentence)
 
 
+@pytest.mark.seconds
 def test_a_pair_that_copies_has_a_name_and_no_weights_to_update() -> None:
     pair = load("tiny", "ngram")
     assert repr(pair) == "Pair(tiny, draft ngram, on cpu, context 2048)"

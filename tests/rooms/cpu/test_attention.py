@@ -73,6 +73,7 @@ def case(
     return given, rows.pack(cache), torch.arange(len(starts)) * num_slots
 
 
+@pytest.mark.seconds
 @pairs(name=[*FORMATS][1:], heads=HEADS, head_dim=[16, 80, 128], starts=[[0], [300, 4, FAR]], num_tokens=[1, 5])
 def test_a_cache_of_fewer_bits_is_read_and_written_as_its_format_says(
     name: str, heads: tuple[int, int], head_dim: int, starts: list[int], num_tokens: int
@@ -98,6 +99,7 @@ def defined(given: Case, cache: Tensor, first_slots: Tensor) -> Tensor:
     return in_fp64.call(cache, first_slots, by_torch)
 
 
+@pytest.mark.seconds
 @pairs(
     heads=HEADS, head_dim=[16, 32, 64, 80, 128, 256], starts=[[0], [120], [300, 4, FAR]], num_tokens=[1, 5, 40],
     way=["text", "window", "trees", "trees in a window", "trees in a small window", "scores far apart"],
@@ -116,6 +118,7 @@ def test_it_is_attention(heads: tuple[int, int], head_dim: int, starts: list[int
     torch.testing.assert_close(cache.double(), wanted_cache, rtol=0, atol=1e-6)
 
 
+@pytest.mark.seconds
 @pairs(name=[*FORMATS], heads=HEADS, head_dim=[32, 128], starts=[[3, 126, FAR], [FAR]], window=[0, 150])
 def test_a_token_has_the_same_bits_alone(
     name: str, heads: tuple[int, int], head_dim: int, starts: list[int], window: int

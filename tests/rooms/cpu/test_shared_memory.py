@@ -111,6 +111,7 @@ def test_no_message_is_lost_and_all_ranks_get_the_same_bits(size: int, tmp_path:
     assert not Path((tmp_path / "shared").read_text()).exists()
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(("scenario", "words"), [("dies", "has ended"), heavy("stalls", "timed out after 1 s")])
 def test_a_peer_that_is_missing_is_named(scenario: str, words: str, tmp_path: Path) -> None:
     said = run(scenario, 3, tmp_path)

@@ -114,6 +114,7 @@ class Alternating(ThreadChoice):
         self._tried = None
 
 
+@pytest.mark.seconds
 @pytest.mark.usefixtures("two_threads")
 @pytest.mark.parametrize("speculative", [heavy(False), True])
 @torch.inference_mode()

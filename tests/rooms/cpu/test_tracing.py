@@ -123,6 +123,7 @@ def assert_same_bits(found: list[Tensor], wanted: list[Tensor]) -> None:
     assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("name", [heavy(name) if name == "nf4" else name for name in RUNNERS])
 def test_a_recording_gives_the_same_bits(name: str) -> None:
     make, is_there = RUNNERS[name]
@@ -137,6 +138,7 @@ def cut(folder: Path, comms: Sequence[Comm]) -> list[LeanRunner]:
     return [load_lean(folder, comm=comm, kernel=PlainLinear) for comm in comms]
 
 
+@pytest.mark.seconds
 def test_ranks_meet_inside_of_a_recording_and_one_may_record_while_another_does_not(tmp_path: Path) -> None:
     comms = thread_comms(3)
     plain, mixed = cut(tmp_path, comms), cut(tmp_path, comms)
@@ -156,6 +158,7 @@ class LostComm(ThreadComm):
         return summed
 
 
+@pytest.mark.seconds
 def test_what_a_collective_raises_keeps_its_type(tmp_path: Path) -> None:
     comms: list[ThreadComm] = [LostComm(**vars(comm)) for comm in thread_comms(2)]
     runners = cut(tmp_path, comms)
@@ -172,6 +175,7 @@ def test_what_a_collective_raises_keeps_its_type(tmp_path: Path) -> None:
     on_ranks(comms, rounds)
 
 
+@pytest.mark.seconds
 def test_weights_go_with_the_runner() -> None:
     lean = runner()
     replayed_texts(lean)
@@ -264,6 +268,7 @@ def test_a_tensor_that_cannot_be_found_is_not_taken_for_a_constant(caplog: pytes
     ]
 
 
+@pytest.mark.seconds
 def test_a_workspace_that_was_made_again_is_read_and_the_old_one_is_not_kept_alive() -> None:
     holder = Holder()
     found = Traced[Tensor](reads=(holder,))
@@ -314,6 +319,7 @@ def pair_of(num_draft_tokens: int, **options: Any) -> Decoder:
     return make_decoder(runner(num_hidden_layers=2), draft, num_draft_tokens=num_draft_tokens, **options)
 
 
+@pytest.mark.seconds
 @grid(num_draft_tokens=[0, 1, 4], batch_size=[1, 3], rule_name=["greedy", "speculative", "block"])
 def test_the_text_is_that_of_rounds_from_python(num_draft_tokens: int, batch_size: int, rule_name: str) -> None:
     temperature = 0.0 if rule_name == "greedy" else 0.9
@@ -326,6 +332,7 @@ def test_the_text_is_that_of_rounds_from_python(num_draft_tokens: int, batch_siz
     assert all(found["verify"].values())
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("num_draft_tokens", [0, 4])
 def test_after_a_warm_up_no_timed_round_is_recorded(num_draft_tokens: int) -> None:
     warm, wanted = pair_of(num_draft_tokens, temperature=0.9), requests(3, new_tokens=10)
@@ -343,6 +350,7 @@ def test_after_a_warm_up_no_timed_round_is_recorded(num_draft_tokens: int) -> No
     assert replays(warm) == found
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("temperature", [heavy(0.0), 0.9])
 def test_ranks_that_share_a_target_agree_inside_of_recordings(tmp_path: Path, temperature: float) -> None:
     comms = thread_comms(2)

@@ -134,6 +134,7 @@ def test_the_law_of_our_own_server_holds(
     assert re.search(r"The server says that it is: \S+, llama-ssp\.", page)
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("fault", first(OF_PROXY, num=ALWAYS))
 @pytest.mark.parametrize("seed", [0, *(slow(seed) for seed in range(1, 11))])
 def test_a_fault_of_the_answers_is_found(
@@ -270,6 +271,7 @@ def test_two_servers_are_compared_without_weights(server: Server) -> None:
     assert "next tokens of the server and of its baseline" in ended.err
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     ("fault", "sentence"),
     [
@@ -289,6 +291,7 @@ def test_a_server_that_cannot_be_judged_gets_a_sentence(
     assert sentence in ended.err
 
 
+@pytest.mark.seconds
 def test_without_a_server_there_is_a_sentence(audit: Audit, tmp_path: Path) -> None:
     audit("http://127.0.0.1:9/v1", tmp_path).check_refusal("http://127.0.0.1:9/v1 does not answer", "start the server")
 

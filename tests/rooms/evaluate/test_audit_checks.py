@@ -50,6 +50,7 @@ def sums_of_texts(texts: Sequence[Sequence[int]], stated: Sequence[float] | None
     return sums.of_texts()
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("faulty", [True, False])
 def test_a_fault_moves_texts_that_hide_their_rounds_as_far_as_they_say(faulty: bool) -> None:
     """The chance of a difference of 4 standard errors is 0.00006."""
@@ -63,6 +64,7 @@ def test_a_fault_moves_texts_that_hide_their_rounds_as_far_as_they_say(faulty: b
     assert shift > 20 * error, "or the test would show nothing"
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(("faulty", "outcome"), [(True, checks.FAILED), (False, checks.HELD)])
 def test_sums_fail_by_what_they_have_beyond_the_tolerance(faulty: bool, outcome: str) -> None:
     draw = random.Random(3)
@@ -73,6 +75,7 @@ def test_sums_fail_by_what_they_have_beyond_the_tolerance(faulty: bool, outcome:
     assert "no fault would surely have been found" in of_half.said
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(("faulty", "outcome"), [(True, checks.FAILED), (False, checks.HELD)])
 def test_a_stated_law_explains_its_own_rounding_and_no_fault(faulty: bool, outcome: str) -> None:
     """A tenth of the texts state it; at its total variation, 0.04 at each place, no fault would show."""

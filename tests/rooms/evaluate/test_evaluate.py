@@ -80,6 +80,7 @@ def test_an_interrupted_evaluation_is_resumed_to_the_verdict_of_an_undisturbed_o
     assert re.search(r"<td[^>]*>p-value, next tokens</td><td[^>]*>[0-9.]+</td>", page)
 
 
+@pytest.mark.seconds
 def test_a_closed_gate_ends_with_1_after_all_is_recorded(tmp_path: Path) -> None:
     closed = launch("task=evaluate", "suite=arithmetic", "num_prompts=4", "gate=true", f"run_dir={tmp_path}/run")
     assert (closed.code, closed.summary["evaluation"]["passed"], len(closed.lines)) == (1, False, 8)
@@ -290,6 +291,7 @@ def is_found(sums: dict[str, Sum]) -> bool:
     return min(sums_of.p_value for sums_of in sums.values()) <= LEAST_P
 
 
+@pytest.mark.seconds
 @grid(rule_name=("speculative", "block", "coupled"), ngram=(False, True), sampling=(PLAIN, PENALIZED))
 def test_the_sums_of_true_samples_are_as_wide_as_their_variances_say(
     rule_name: str, ngram: bool, sampling: SamplingConfig

@@ -126,6 +126,7 @@ def worst(fault: str, texts: list[TextSums]) -> float:
     return max(found)
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     "sample",
     [("flat", 1.6, 4), *(slow((pair, temperature, 10)) for pair in PAIRS for temperature in (0.5, 1.0, 1.6))],
@@ -155,6 +156,7 @@ def test_rows_can_be_scored_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> 
     assert sums_of_rounds("block", "u x 0.95") == whole
 
 
+@pytest.mark.seconds
 def test_no_fault_is_expected_of_tokens_whose_law_is_not_known() -> None:
     """Of a head the first token of a round is, with a fallback none."""
     known = [sums_of_rounds("speculative", "u x 0.95", num_known=num) for num in (9, 1, 0)]

@@ -93,6 +93,7 @@ EVALUATE = "task=evaluate"
 FILLED = {"distribution": (48, 500, [], 0.8), "arithmetic": (8, 1, ["\n"], 0.8), "agreement": (64, 1, [], 0.0)}
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(("suite", "wanted"), FILLED.items())
 def test_a_suite_fills_in_what_was_left_out_and_takes_every_rule(suite: str, wanted: tuple[object, ...]) -> None:
     for rule in ("speculative", "block", "coupled"):
@@ -101,6 +102,7 @@ def test_a_suite_fills_in_what_was_left_out_and_takes_every_rule(suite: str, wan
         checks.check(config, explicit, world_size=1)
 
 
+@pytest.mark.seconds
 def test_what_the_user_or_a_bundle_has_set_stays() -> None:
     config, _ = compose_run(EVALUATE, "num_samples=30", "max_new_tokens=64")
     assert (config.num_samples, config.max_new_tokens) == (30, 64)

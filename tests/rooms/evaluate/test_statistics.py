@@ -107,6 +107,7 @@ def test_no_p_value_is_zero() -> None:
     assert p_value(count_statistic([pairs], swaps([pairs], num_swaps=99, seed=0))) == 0.01
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("make", [count_statistic, mean_statistic])
 def test_two_samples_of_one_law_raise_no_more_false_alarms_than_the_rate(make: Make) -> None:
     draw, num_alarms = random.Random(7), 0
@@ -126,6 +127,7 @@ def test_a_difference_of_laws_is_found(make: Make, laws: tuple[list[float], list
     assert p_value(make([pairs], swaps([pairs], num_swaps=9999, seed=0))) <= 5e-4
 
 
+@pytest.mark.seconds
 def test_the_interval_of_the_total_variation_holds_it_and_the_noise_is_what_chance_gives() -> None:
     """The interval covers at least 95 %; of 200 that may miss 10, more than 22 are missed with probability 1e-4."""
     draw, laws = random.Random(9), ([0.5, 0.3, 0.2], [0.4, 0.2, 0.4])

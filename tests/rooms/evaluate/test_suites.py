@@ -221,6 +221,7 @@ def test_a_verdict_names_the_faults_that_it_could_not_have_found() -> None:
     assert not any(other in name for other in others for name in names if name.startswith("probability"))
 
 
+@pytest.mark.seconds
 def test_a_bound_holds_for_sums_of_rare_tokens_too() -> None:
     """A proposal of probability 1e-4 in 20000 texts: it comes up 8 times or more with probability 0.001."""
     [rare, *_] = sums_of([text_sums(0.0)._replace(values=[6.0 / 20000] * len(SCORES), variances=[1e-4] * len(SCORES),

@@ -51,6 +51,7 @@ ASKED: dict[str, Any] = {"model": "tiny", "temperature": 0.7}
 MESSAGES: Any = [{"role": "user", "content": "thing = "}]
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("seed", [1, 2])
 def test_chats_are_parsed(client: Any, seed: int) -> None:  # noqa: ANN401 - openai's
     found = client.chat.completions.parse(**ASKED, messages=MESSAGES, response_format=Thing, max_tokens=300, seed=seed)
@@ -64,6 +65,7 @@ def test_chats_are_parsed(client: Any, seed: int) -> None:  # noqa: ANN401 - ope
         assert stream.get_final_completion().choices[0].message.parsed == choice.message.parsed
 
 
+@pytest.mark.seconds
 def test_calls_of_tools_are_parsed(client: Any) -> None:  # noqa: ANN401 - openai's
     import openai
 
@@ -78,6 +80,7 @@ def test_calls_of_tools_are_parsed(client: Any) -> None:  # noqa: ANN401 - opena
     assert isinstance(call.function.parsed_arguments, Thing)
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("streams", [False, True])
 def test_responses_are_parsed(client: Any, streams: bool) -> None:  # noqa: ANN401 - openai's
     asked = ASKED | {"input": "thing = ", "max_output_tokens": 300, "text_format": Thing, "extra_body": {"seed": 1}}
@@ -91,6 +94,7 @@ def test_responses_are_parsed(client: Any, streams: bool) -> None:  # noqa: ANN4
     assert Thing.model_validate_json(found.output_text) == found.output_parsed
 
 
+@pytest.mark.seconds
 def test_responses_have_a_format(client: Any) -> None:  # noqa: ANN401 - openai's
     schema = {"type": "json_schema", "name": "one", "schema": {"type": "object", "properties": {"a": {"const": 1}},
               "required": ["a"], "additionalProperties": False}}  # fmt: skip

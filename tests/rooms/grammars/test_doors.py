@@ -31,6 +31,7 @@ def pair() -> Iterator[Pair]:
         yield pair
 
 
+@pytest.mark.seconds
 def test_the_library_takes_all_four_kinds(pair: Pair) -> None:
     [done] = pair.generate("x = ", json_schema=SCHEMA, max_new_tokens=96, seed=3)
     if done.finish_reason == "eos":

@@ -190,6 +190,7 @@ def test_fixed_lengths_of_one_token_follow_the_grammar() -> None:
     assert all(map(follows, complete(made, asked([STRUCTURED] * 4))))
 
 
+@pytest.mark.seconds
 def test_forced_tokens_are_drafted_and_change_no_greedy_text(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a batch with a row without any; the drafter goes on from them."""
     whole = GrammarSampling(regex="(ab|b){2}")

@@ -101,6 +101,7 @@ def error(
     return float((law - joint_law(tuple(laws))).abs().max())
 
 
+@pytest.mark.seconds
 @grid(regex=list(LANGUAGES), name=list(SAMPLINGS), rule_name=["speculative", "block"], number=[1, 2, 3])
 def test_a_chain_has_the_law_of_the_restricted_target(regex: str, name: str, rule_name: str, number: int) -> None:
     assert error(regex, SAMPLINGS[name], rule_name, number) < 1e-12
@@ -115,6 +116,7 @@ def race_error(regex: str, sampling: SamplingConfig, number: int, *, fault: Faul
     return max(spread, float((law - wanted).abs().max()))
 
 
+@pytest.mark.seconds
 @grid(regex=list(LANGUAGES), name=list(SAMPLINGS), number=[1, 2])
 def test_races_have_the_law_of_the_restricted_target(regex: str, name: str, number: int) -> None:
     assert race_error(regex, SAMPLINGS[name], number) < 1e-12
@@ -125,6 +127,7 @@ def test_certain_tokens_keep_the_law_of_the_restricted_target(regex: str, rule_n
     assert error(regex, SAMPLINGS["temperature"], rule_name, number, is_point_mass=True) < 1e-12
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("rule_name", ["speculative", "block", "coupled"])
 @pytest.mark.parametrize(
     "fault",
@@ -180,11 +183,13 @@ def test_a_law_that_is_renormalized_twice_is_another() -> None:
     assert error("(ab|b){1,2}", SAMPLINGS["temperature"], "speculative", 2, wrap=Twice) > 1e-3
 
 
+@pytest.mark.seconds
 @grid(regex=list(LANGUAGES), shape=["2x1", "1x1x1"])
 def test_a_tree_has_the_law_of_the_restricted_target(regex: str, shape: str) -> None:
     assert tree_error(regex, shape) < 1e-12
 
 
+@pytest.mark.seconds
 @grid(regex=list(LANGUAGES), shape=["2x1", "1x1x1"])
 def test_a_forced_child_of_a_tree_keeps_the_law(regex: str, shape: str) -> None:
     assert tree_error(regex, shape, forced=(1, 0)) < 1e-12
@@ -199,6 +204,7 @@ def test_a_forced_child_with_the_drafters_law_changes_the_text() -> None:
     assert tree_error("(ab|b){1,2}", "2x1", draw=draw) > 1e-3
 
 
+@pytest.mark.seconds
 def test_masks_of_the_nodes_before_change_the_law_of_a_tree() -> None:
     def of_a_chain(nodes: Topology, row: int) -> range:
         return range(nodes.parents_BN[row].shape[0])

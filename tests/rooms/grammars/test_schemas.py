@@ -45,6 +45,7 @@ def documents(pair: Pair, schemas: list[Any], *, plain: bool, batch_size: int, t
     ]
 
 
+@pytest.mark.seconds
 def test_there_are_200_and_none_is_refused() -> None:
     assert len(SCHEMAS) >= 200
     assert len({json.dumps(schema) for schema in SCHEMAS}) == len(SCHEMAS)

@@ -79,6 +79,7 @@ def decode(target: Runner, origin: HeadSource, **how: Any) -> list[Any]:
     return head_drafts.decode(target, HeadDrafter, head, origin.layers, width=256, **{"prompts": PROMPTS} | how)
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     ("save", "shape"), [heavy(original, "2x2x1"), (speculator, None), slow(original, None), slow(speculator, "2x2x1")]
 )
@@ -95,6 +96,7 @@ def test_every_step_of_every_round_has_the_distribution_of_the_reference(
     assert check(seen, library, LAYERS, shape, referring(tensors, embedding, **flags)) > 50
 
 
+@pytest.mark.seconds
 def test_a_head_reads_what_it_has_missed_in_rounds_that_did_not_draft(
     target: Runner, library: Any, tmp_path: Path  # noqa: ANN401
 ) -> None:  # fmt: skip
@@ -105,6 +107,7 @@ def test_a_head_reads_what_it_has_missed_in_rounds_that_did_not_draft(
     assert check(seen, library, LAYERS, None, wanted) > 10
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     ("vocab_size", "num_drafted"), [(4100, 1024), (4090, 1022), heavy(4100, 4100), (4090, 4090)]
 )  # fmt: skip
@@ -156,6 +159,7 @@ def referring(tensors: dict[str, Tensor], embedding_VE: Tensor, **flags: Any) ->
     return lambda text, taps_LX, drafted: reference(tensors, embedding_VE[[*text[1:], *drafted]], taps_LX, **flags)
 
 
+@pytest.mark.seconds
 def test_text_is_the_same_whether_rounds_are_replayed_or_rows_are_decoded_together(
     target: Runner, tmp_path: Path
 ) -> None:
@@ -164,6 +168,7 @@ def test_text_is_the_same_whether_rounds_are_replayed_or_rows_are_decoded_togeth
     assert outcome(alone) == outcome(together)
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("shape", [None, "2x2x1"])
 def test_a_head_drafts_the_same_behind_a_beginning_that_the_target_has_not_read_again(
     shape: str | None, target: Runner, tmp_path: Path

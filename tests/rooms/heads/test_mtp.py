@@ -71,6 +71,7 @@ def decode(target: Runner, head: Any, origin: MtpSource, **how: Any) -> list[Any
 LIGHT = ("qwen2", "glm4_moe", "qwen3_next", "exaone_moe", "ernie4_5_moe", "mimo_v2_flash")
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("family", [*LIGHT, *(heavy(name) for name in sorted(MTP_LAYOUTS.keys() - {*LIGHT}))])
 def test_logits_are_those_of_the_public_definition(family: str, tmp_path: Path) -> None:
     """Of a pair with the target's hidden state, and of the next one, with the layer's own."""
@@ -102,6 +103,7 @@ def test_logits_are_those_of_the_public_definition(family: str, tmp_path: Path) 
         torch.testing.assert_close(logits_BRV[0, 0], wanted_V, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     ("family", "shape", "num_modules"),
     [
@@ -152,6 +154,7 @@ IN_BLOCKS = {"linear_num_value_heads": 32, "linear_value_head_dim": 4}
 """Sizes of which all products are our own, which can be recorded; experts of a CPU wait for it."""
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     ("family", "recorder", "numbers", "num_modules"),
     [
@@ -178,6 +181,7 @@ def test_greedy_text_is_that_of_plain_decoding(
     assert check_greedy(target, PROMPTS, partial(decode, target, head, origin), ways, num_new=12) > len(numbers)
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     ("family", "num_modules"),
     [

@@ -84,6 +84,7 @@ def check(folder: Path, layout: str, **how: Any) -> int:
 ALWAYS = {"peagle": None, "dflash of its authors": None, "dspark": "2x2x1", SELECTING: "2x2x1", FORGED: None}
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     ("layout", "shape"),
     [
@@ -97,12 +98,14 @@ def test_every_position_of_every_round_has_the_distribution_of_the_reference(
     assert check(tmp_path, layout, tree=shape) > 40
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("layout", ["dflash", heavy("peagle of the authors")])
 def test_a_head_reads_what_it_has_missed_in_rounds_that_did_not_draft(layout: str, tmp_path: Path) -> None:
     choices = [*[DraftChoice(0)] * 33, DraftChoice(3), DraftChoice(2)]
     assert check(tmp_path, layout, num_new=40, choices=choices) > 10
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(("kind", "layout"), [
     ("gpt_neo", SHARING), ("nemotron_h", SELECTING), heavy("nemotron_h", SHARING),
     *(heavy(kind, SHARING) for kind in OF_OTHER_NAMES),
@@ -127,6 +130,7 @@ def test_a_head_with_the_tables_of_its_target_drafts_for_every_family(tmp_path: 
     assert texts[0] == texts[1] == texts[2]
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     "layout", [SELECTING, *map(heavy, ("recurrent dspark", "peagle")), *map(slow, (SHARING, "dflash of DeepSpec"))]
 )
@@ -138,6 +142,7 @@ def test_greedy_text_is_that_of_plain_decoding(layout: str, tmp_path: Path) -> N
     assert check_greedy(runner, PROMPTS, partial(decode, runner, origin), ways) >= 3
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("layout", [SELECTING, heavy(FORGED)])
 def test_a_text_is_the_same_beside_others_and_in_a_run_that_goes_on_after_its_first_prompts(
     layout: str, tmp_path: Path
@@ -151,6 +156,7 @@ def test_a_text_is_the_same_beside_others_and_in_a_run_that_goes_on_after_its_fi
     assert [each.token_ids for each in rest] == [each.token_ids for each in whole[1:]]
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     ("layout", "vocab_size"),
     [(SELECTING, 226), (SELECTING, 222), heavy(FORGED, 222), heavy("recurrent dspark", 226),

@@ -12,6 +12,7 @@ from llama_ssp.errors import ConfigError
 from tests.helpers.hub import shipped
 
 
+@pytest.mark.seconds
 def test_what_ranks_of_their_own_cannot_have_is_refused_before_they_start(monkeypatch: pytest.MonkeyPatch) -> None:
     target, draft = (AutoModelForCausalLM.from_pretrained(shipped(name)) for name in ("tiny", "tiny-draft"))
     tokenizer = AutoTokenizer.from_pretrained(shipped("tiny"))

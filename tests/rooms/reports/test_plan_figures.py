@@ -47,6 +47,7 @@ def choices() -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("draft", ["7B", None])
 def test_a_figure_is_drawn_with_and_without_a_draft(draft: str | None, tmp_path: Path) -> None:
     plan, file = _plan("30B", draft, num_ranks=8), tmp_path / "plan.svg"
@@ -76,12 +77,14 @@ def test_a_figure_draws_bytes_and_times_up_to_the_longest_rows_also_with_8_bits(
     assert own_s[-1][1] == pytest.approx(1e3 * make_plan(asked, machine).timing.plain_s)
 
 
+@pytest.mark.seconds
 def test_a_figure_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
     for file in (tmp_path / "missing" / "plan.png", tmp_path / "plan.docx"):
         with pytest.raises(ConfigError, match="cannot be written"):
             draw(_plan("7B", None, num_ranks=1), file)
 
 
+@pytest.mark.seconds
 def test_the_figure_has_the_fastest_choice_of_the_asked_model_for_every_size() -> None:
     (axes,) = draw_search(searches().Search(machine=A10G, choices=choices())).axes
     dots = {(x, y) for line in axes.lines for x, y in np.asarray(line.get_xydata()).tolist()}
@@ -101,6 +104,7 @@ def test_a_search_in_which_nothing_fits_is_drawn_empty(tmp_path: Path) -> None:
     draw(searches().Search(machine=small, choices=found), tmp_path / "search.svg")
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("package", [slow("rich"), "matplotlib"])
 def test_a_missing_package_is_named_with_what_installs_it(package: str, tmp_path: Path) -> None:
     words = ["model=7B", "figure=plan.png", "format=json"]
@@ -126,6 +130,7 @@ def test_commands_of_a_search_draw_nothing() -> None:
     assert not [word for one in found for word in one["settings"] if word.startswith("figure")]
 
 
+@pytest.mark.seconds
 def test_a_figure_is_drawn_though_the_reader_of_the_table_ends_early(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -28,6 +28,7 @@ from tests.helpers.starters import run_file
 BLOCKED = ("torch", "transformers", "rich", "hydra", "omegaconf")
 
 
+@pytest.mark.seconds
 def test_a_sweep_becomes_one_page_and_one_table_and_says_what_is_left_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -48,6 +49,7 @@ def test_a_sweep_becomes_one_page_and_one_table_and_says_what_is_left_out(
     assert (command.main([str(damaged.parent)]), capsys.readouterr().err.count("\n")) == (2, 1)
 
 
+@pytest.mark.seconds
 def test_several_folders_become_one_report_where_the_user_says(tmp_path: Path) -> None:
     folders = [str(write_run(tmp_path / name, PLAIN, FAST)) for name in ("a", "b")]
     assert command.main([*folders, f"--output={tmp_path / 'c'}"]) == 0
@@ -79,11 +81,13 @@ def test_a_mistake_is_one_sentence_with_code_2(
     assert (len(said.err.splitlines()), said.out) == (1, "")
 
 
+@pytest.mark.seconds
 def test_it_needs_what_reads_and_draws_and_nothing_that_computes(tmp_path: Path) -> None:
     ended = run_file("report.py", str(write_run(tmp_path / "run", PLAIN, FAST)), without=BLOCKED, cwd=tmp_path)
     assert ended.returncode == 0, ended.stderr
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("package", [heavy("matplotlib"), "jinja2"])
 def test_a_missing_package_is_named_with_what_installs_it(package: str, tmp_path: Path) -> None:
     ended = run_file("report.py", str(write_run(tmp_path / "run", PLAIN, FAST)), without=[package], cwd=tmp_path)
@@ -171,6 +175,7 @@ def test_a_table_is_printed_and_not_written(sweep: Path, capsys: pytest.CaptureF
     assert "--table prints: leave --output out" in capsys.readouterr().err
 
 
+@pytest.mark.seconds
 def test_a_run_that_cannot_draw_its_report_is_done_and_says_how_to_get_one(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -185,6 +190,7 @@ def test_a_run_that_cannot_draw_its_report_is_done_and_says_how_to_get_one(
     assert (tmp_path / "run" / "summary.json").exists()
 
 
+@pytest.mark.seconds
 def test_a_format_from_outside_is_written_printed_and_in_every_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -236,6 +242,7 @@ def _drifted(folder: Path) -> list[Run]:
     return find_runs([folder])[0]
 
 
+@pytest.mark.seconds
 def test_every_format_says_how_plain_drifted_and_gives_such_speed_ups_no_interval(tmp_path: Path) -> None:
     runs = _drifted(tmp_path / "sweep")
     said = "Plain completions of first took 145 "
@@ -247,6 +254,7 @@ def test_every_format_says_how_plain_drifted_and_gives_such_speed_ups_no_interva
     assert first["speedup_of_a"]
 
 
+@pytest.mark.seconds
 def test_kinds_of_prompts_stand_in_every_format_and_what_changes_no_figure_in_none(tmp_path: Path) -> None:
     runs = _drifted(tmp_path / "sweep")
     assert [setting.name for setting in varying_settings(runs)] == ["K"]
@@ -257,6 +265,7 @@ def test_kinds_of_prompts_stand_in_every_format_and_what_changes_no_figure_in_no
     assert "speedup_of_b" in runs_to_csv(runs)
 
 
+@pytest.mark.seconds
 def test_a_page_with_marks_says_what_they_mean(tmp_path: Path) -> None:
     for name in "ab":
         file = write_run(tmp_path / "sweep" / name, PLAIN, FAST) / "summary.json"
@@ -265,6 +274,7 @@ def test_a_page_with_marks_says_what_they_mean(tmp_path: Path) -> None:
     assert "† The machine was disturbed." in overview
 
 
+@pytest.mark.seconds
 def test_repetitions_have_means_with_intervals_over_seeds(tmp_path: Path) -> None:
     for seed, ms in enumerate((30.0, 40.0, 50.0)):
         file = write_run(tmp_path / "sweep" / str(seed), PLAIN, replace(FAST, ms=ms)) / "config.yaml"
@@ -287,6 +297,7 @@ def test_runs_of_one_seed_are_one_repetition(seeds: tuple[int, ...], num_seeds: 
     assert [row[0].text for row in rows] == ([num_seeds] if num_seeds else [])
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("name", ["speed.pdf", "speed.svg", "speed.png"])
 def test_a_report_draws_figures_into_files(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _drifted(tmp_path / "sweep")

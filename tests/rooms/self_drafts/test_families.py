@@ -88,6 +88,7 @@ def check_law(library: Any, seen: Seen, num_layers: int) -> None:  # noqa: ANN40
         hook.remove()
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("kind", sample(KINDS, always={"lfm2", "mixtral"}))
 def test_layers_of_any_family_draft_with_their_own_law(kind: str, tmp_path: Path) -> None:
     library = build_checkpoint(tmp_path, kind, num_hidden_layers=NUM_LAYERS)
@@ -124,6 +125,7 @@ def test_a_draft_along_a_finished_text_leaves_states_of_the_target(tmp_path: Pat
     assert all(map(torch.equal, before, target.state_tensors))
 
 
+@pytest.mark.seconds
 def test_a_window_of_a_target_with_states_is_one_sentence() -> None:
     config, _ = compose_run("task=generate", "draft=self", "draft.window=64", "model=tiny")
     shape = config.model.shape

@@ -182,6 +182,7 @@ def logits_after(library: Any, draft: SelfConfig, text: list[int], drafted: list
     return logits_V
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     ("name", "tree"), [*((name, None) for name in WAYS), ("both", "2x2x1"), heavy("first layers", "2x1")]
 )
@@ -209,6 +210,7 @@ def test_every_draft_has_the_law_of_the_layers_over_what_they_see(
     assert number > 20
 
 
+@pytest.mark.seconds
 @pairs(name=[*WAYS], rule_name=["speculative", "coupled"], tree=[None, "2x2x1"], replay=[True, FakeRecorder()],
        where=lambda rule_name, tree, **_: tree is None or rule_name == "speculative")  # fmt: skip
 def test_greedy_and_coupled_texts_are_those_of_plain_decoding(

@@ -64,6 +64,7 @@ def answered(pair: Pair, folder: Path, lines: Sequence[str], *, stops: bool = Fa
     return [*map(json.loads, file.read_text().splitlines())]
 
 
+@pytest.mark.seconds
 def test_the_field_of_the_page_is_read_from_outside_the_package(
     pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -87,6 +88,7 @@ def test_the_field_of_the_page_is_read_from_outside_the_package(
     }  # fmt: skip
 
 
+@pytest.mark.seconds
 def test_answers_have_the_texts_of_runs_of_their_own(
     pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -124,6 +126,7 @@ def test_settings_that_bodies_have_are_refused(pair: Pair, tmp_path: Path) -> No
         check(config, frozenset({"num_samples"}), world_size=1)
 
 
+@pytest.mark.seconds
 def test_a_line_that_fails_is_answered_by_an_error_and_no_resumption_stops_there(
     pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -36,6 +36,7 @@ def test_server_and_batch_file_refuse_two_abilities_with_their_sentence(
         assert (ended.code, has_sentence(ended.err, both)) == (2, True), (door, ended.err)
 
 
+@pytest.mark.seconds
 def test_a_request_is_refused_what_its_server_cannot_combine(pair: Pair) -> None:
     changes = {"temperature": "verification=greedy sampling=greedy", "presence_penalty": "speculation.tree=2x1"}
     for field, words in changes.items():

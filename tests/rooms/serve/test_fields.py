@@ -28,6 +28,7 @@ def text_of(answer: dict[str, Any]) -> str:
     return str(answer["choices"][0]["text"])
 
 
+@pytest.mark.seconds
 def test_a_request_says_how_much_is_drafted_for_it(server: Server) -> None:
     whole, plain, few = (
         server.complete(**ASKED, return_accepted_lengths=True, **more)
@@ -85,6 +86,7 @@ def test_usage_may_be_in_every_event(server: Server) -> None:
     assert (counts[0] < 40, counts[-1]) == (True, 40)
 
 
+@pytest.mark.seconds
 def test_texts_end_at_tokens_and_not_before_their_least_length(server: Server) -> None:
     plain = text_of(server.complete(**ASKED))
     ids = server.ask("/tokenize", {"prompt": plain})[1]["tokens"]
@@ -112,6 +114,7 @@ def test_texts_become_tokens_and_tokens_texts(server: Server) -> None:
         assert server.ask(f"/{path}", body)[0] == 400
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("streams", [False, True])
 def test_the_openai_package_gets_responses(server: Server, streams: bool) -> None:
     import openai  # all workers would, and it takes a second
@@ -173,6 +176,7 @@ def test_a_response_that_cannot_be_made_is_refused_by_a_field(server: Server, bo
     assert (status, answer["error"]["param"]) == (400, param), answer
 
 
+@pytest.mark.seconds
 def test_a_server_without_a_draft_says_so() -> None:
     with serving(load("tiny")) as plain:
         assert plain.complete(**ASKED, speculative=False)
@@ -222,6 +226,7 @@ def test_a_client_has_had_the_tokens_that_it_got_not_those_that_it_asked_for(is_
         inbox.drop([number + 1])
 
 
+@pytest.mark.seconds
 def test_a_full_server_says_when_to_come_back(pair: Pair) -> None:
     with serving(pair, batch_size=1, drain_s=0.1, task=ServeConfig(port=0, max_waiting=1)) as server:
         for _ in range(3):
@@ -239,6 +244,7 @@ def test_a_full_server_says_when_to_come_back(pair: Pair) -> None:
             assert 1 <= int(statuses[2].headers["retry-after"]) <= 60
 
 
+@pytest.mark.seconds
 def test_token_ids_are_those_of_the_text(server: Server) -> None:
     """In parts too, whose text a stop may hold back, and the names of scored tokens say the same ids."""
     named = {"return_token_ids": True, "return_tokens_as_token_ids": True, "logprobs": 2}

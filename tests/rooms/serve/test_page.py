@@ -23,6 +23,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield server
 
 
+@pytest.mark.seconds
 @pytest.mark.skipif(not browser.PROGRAM, reason="Chromium is not installed for this user")
 @pytest.mark.parametrize("width", [400, 1280])
 def test_both_texts_come_round_by_round(server: Server, tmp_path: Path, width: int) -> None:
@@ -76,6 +77,7 @@ def test_the_page_needs_no_key_loads_nothing_from_elsewhere_and_is_short(server:
     assert sum(file.read_text().count("\n") for file in files) <= MOST_LINES
 
 
+@pytest.mark.seconds
 def test_the_page_can_be_left_out() -> None:
     with serving(load("tiny"), task=ServeConfig(port=0, page=False)) as server:
         assert [server.ask(f"/{name}")[0] for name in ("", "page.js")] == [404, 404]

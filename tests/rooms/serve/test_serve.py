@@ -73,6 +73,7 @@ def test_mixed_requests_have_the_texts_of_runs_of_their_own(pair: Pair, server: 
         assert details["accepted_prediction_tokens"] == sum(len(completion.accepted_ids) for completion in own)
 
 
+@pytest.mark.seconds
 def test_the_openai_package_completes_chats_and_streams(server: Server) -> None:
     import openai  # all workers would, and it takes a second
 
@@ -116,6 +117,7 @@ def test_a_template_reads_names_and_reasoning(served: Pair, server: Server, monk
     assert answer["usage"]["prompt_tokens"] == len(expected)
 
 
+@pytest.mark.seconds
 def test_echo_scores_the_prompt_without_new_tokens(pair: Pair, server: Server) -> None:
     answer = server.complete(prompt=PROMPT, max_tokens=0, echo=True, logprobs=3, temperature=0)
     [choice] = answer["choices"]
@@ -184,6 +186,7 @@ def test_a_client_that_goes_frees_its_rows(server: Server, streams: bool) -> Non
     wait_for(lambda: server.inbox.is_empty)
 
 
+@pytest.mark.seconds
 def test_rows_decode_between_chunks_of_a_text_that_is_scored(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """The row has the text, and the scores have every bit, that they have alone."""
     done: list[str] = []
@@ -213,6 +216,7 @@ def test_rows_decode_between_chunks_of_a_text_that_is_scored(server: Server, mon
     assert [done[first + 1 : then] for first, then in pairwise(places)] == [["round"]] * (num_chunks - 1)
 
 
+@pytest.mark.seconds
 def test_scores_wait_for_no_later_request(pair: Pair) -> None:
     ended = []
     with serving(pair, batch_size=1) as server, ThreadPoolExecutor(4) as pool:
@@ -229,6 +233,7 @@ def test_scores_wait_for_no_later_request(pair: Pair) -> None:
     assert ended == ["long", "scored", "second", "third"]
 
 
+@pytest.mark.seconds
 def test_connections_that_send_or_read_too_slowly_are_closed(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of headers, the first ones or behind an answer, of a body and of an answer; others go on being served."""
     monkeypatch.setattr(http, "_READ_S", 0.9)
@@ -289,6 +294,7 @@ def test_a_full_queue_a_key_and_the_end(pair: Pair, tmp_path: Path) -> None:
             assert [one.result()[0] for one in long] == [503, 503]
 
 
+@pytest.mark.seconds
 def test_a_slow_reader_keeps_nobody_waiting(server: Server) -> None:
     body = {"prompt": PROMPT * 100, "echo": True, "stream": True, "n": 64, "max_tokens": 1}  # 160 kB
     size = server.listener.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
@@ -389,6 +395,7 @@ def _top_k_7_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Round, "prefill", prefill)
 
 
+@pytest.mark.seconds
 @pytest.mark.usefixtures("_top_k_7_is_nan")
 @pytest.mark.parametrize(
     ("wrong", "said"), [({"top_k": 7}, "token 1: logits became NaN"), ({"prompt": [7, 8, 9]}, "out of memory")]
@@ -460,6 +467,7 @@ def test_a_prompt_that_no_tokens_could_make_short_enough_is_not_encoded(
     assert (status, answer["error"]["code"], answer["error"]["param"]) == (400, "context_length_exceeded", "messages")
 
 
+@pytest.mark.seconds
 def test_the_longest_tokens_fill_the_context(pair: Pair, server: Server) -> None:
     """The bound of bytes refuses no prompt that fits."""
     longest = max(pair.tokenizer.get_vocab(), key=lambda token: len(pair.tokenizer.convert_tokens_to_string([token])))

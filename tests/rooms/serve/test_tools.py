@@ -147,6 +147,7 @@ def test_a_call_that_is_cut_is_text_and_those_before_it_are_calls(served: Pair, 
         assert len(whole["message"].get("tool_calls", ())) == len(streamed.get("tool_calls", ())) == number
 
 
+@pytest.mark.seconds
 @pytest.mark.usefixtures("form")
 @pytest.mark.parametrize("choice", first(["required", "named", "single"]))
 @pytest.mark.parametrize("temperature", first([0, 1]))

@@ -145,6 +145,7 @@ def test_a_prompt_reaches_the_job_as_it_was_typed_which_asks_for_the_gpus_that_i
     assert "partition" not in asked
 
 
+@pytest.mark.seconds
 def test_a_job_does_not_get_the_settings_that_only_other_points_read(sweep: Sweep) -> None:
     drafted = "speculation.num_draft_tokens=5"
     ended = sweep(CPU, "task=generate", "draft=none,tiny-draft", drafted, "prompt=import").well()
@@ -188,6 +189,7 @@ def test_what_the_place_refuses_is_told_with_what_would_work(sweep: Sweep, monke
     assert refused.calls == []
 
 
+@pytest.mark.seconds
 def test_a_dry_run_shows_every_plan_and_one_table_and_queues_nothing(sweep: Sweep) -> None:
     ended = sweep("hardware=g5_12xlarge", "model=7B,65B", "draft=tinyllama_1B", "dry_run=true", installed=False)
     assert (ended.code, ended.calls, ended.out.count("Memory per rank")) == (3, [], 2)
@@ -275,6 +277,7 @@ def test_a_job_without_files_has_no_copy(sweep: Sweep) -> None:
     assert ("--stage" in job, composed(job).model.path) == (False, None)
 
 
+@pytest.mark.seconds
 def test_a_job_reads_a_copy_instead_of_a_revision_on_the_hub_if_it_is_here(
     sweep: Sweep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

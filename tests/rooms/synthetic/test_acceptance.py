@@ -6,6 +6,7 @@ from tests.helpers.lanes import slow
 from training.agreement import acceptance
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     ("model", "draft", "agreement"),
     [

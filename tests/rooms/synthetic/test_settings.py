@@ -38,16 +38,19 @@ GOOD = [
 ]
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(("words", "sentence"), BAD.items())
 def test_a_bad_setting_gets_its_sentence(words: str, sentence: str) -> None:
     check_refused(words, sentence)
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("words", GOOD)
 def test_a_sound_config_passes(words: str) -> None:
     checks.check(*compose_run(*words.split()), world_size=2)
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(("name", "on_gpu"), [("tinyllama_1B", Dtype.bf16), ("7B", Dtype.fp16)])
 def test_synthetic_weights_are_planned_in_16_bits_on_a_cpu_and_in_the_entrys_format_on_a_gpu(
     name: str, on_gpu: Dtype

@@ -118,6 +118,7 @@ def test_the_target_under_other_ids_is_always_accepted(rule_name: str) -> None:
         assert {*done.accepted_lengths[:-1]} <= {3}
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("rule_name", ["speculative", heavy("block"), heavy("coupled")])
 def test_sampled_texts_have_the_targets_law(rule_name: str) -> None:
     """A false alarm has a chance of 1 in 10 000; tokens whose share is off by 5 % of it are found in 99 of 100 runs."""

@@ -38,6 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
+@pytest.mark.seconds
 def test_greedy_text_is_the_targets_own_and_much_of_it_was_drafted(folder: Path) -> None:
     pair = load(folder / "target", folder / "draft", tokenizer="own")
     (done,) = pair.generate(PROMPT, max_new_tokens=NUM_NEW_TOKENS, num_draft_tokens=NUM_DRAFT_TOKENS, temperature=0)
@@ -48,6 +49,7 @@ def test_greedy_text_is_the_targets_own_and_much_of_it_was_drafted(folder: Path)
     assert sum(done.accepted_lengths) > 0.5 * len(done.token_ids)
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("rule_name", ["speculative", heavy("block")])
 def test_sampled_texts_are_those_of_plain_sampling(folder: Path, rule_name: str) -> None:
     """A false alarm has a chance of 1 in 10 000."""
@@ -74,6 +76,7 @@ def _table(samples: list[list[int]]) -> list[list[int]]:
     return [[*row, more] for row, more in zip(rows, rest, strict=True)] if min(rest) > 5 else rows
 
 
+@pytest.mark.seconds
 def test_under_coupled_the_text_of_a_seed_is_that_without_a_draft(folder: Path) -> None:
     pair = load(folder / "target", folder / "draft", tokenizer="own")
     config = replace(pair.config, sampling=WARM, verification=VerificationConfig(rule="coupled"), batch_size=3)
@@ -118,6 +121,7 @@ def _texts(layout: Layout, *, temperature: float, batch_size: int) -> list[list[
     return texts_of_ranks(layout, config, requests, sizes=sizes, sharpness=0.7, prepared=TokenizerPair(*tokenizers))
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("layout", first([LAYOUTS[place] for place in (0, 2, 3, 4, 6)], num=2))
 @pytest.mark.parametrize("temperature", [heavy(0.0), 0.9])
 def test_all_ranks_write_what_one_rank_writes(layout: Layout, temperature: float) -> None:

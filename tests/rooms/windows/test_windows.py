@@ -92,6 +92,7 @@ def decode(*given: Any, num_new: int = 24, **how: Any) -> list[RowCompletion]:
     return complete(decoder_of(*given, **how), requests_of(PROMPTS, num_new))
 
 
+@pytest.mark.seconds
 @pairs(name=[*WAYS], rule_name=["speculative", "coupled"], tree=[None, "2x2x1"], replay=[True, FakeRecorder()],
        where=lambda rule_name, tree, **_: tree is None or rule_name == "speculative")  # fmt: skip
 def test_greedy_and_coupled_texts_are_those_of_plain_decoding(
@@ -159,6 +160,7 @@ def cast_any(value: object) -> Any:  # noqa: ANN401
     return value
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     ("name", "tree", "pauses"),
     [("window", None, 0), ("window", None, 2), ("no first tokens", "2x2x1", 0), heavy("nearly all", None, 70),

@@ -189,6 +189,7 @@ def test_a_dtype_is_ours_or_that_of_torch(given: object) -> None:
     assert plan("30B", hardware="laptop_cpu", dtype=given).spec.target.dtype is Dtype.bf16  # type: ignore[arg-type]
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("given", [heavy("cpu"), torch.device("cpu"), heavy(DeviceKind.cpu)])
 def test_a_device_is_ours_or_that_of_torch(given: Any) -> None:  # noqa: ANN401 - of several types
     assert load("tiny", device=given).device == torch.device("cpu")

@@ -22,6 +22,7 @@ def library_text(prompt_ids: list[int], **settings: Any) -> list[int]:
     return [int(token) for token in found[0, len(prompt_ids) :]]
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("draft", [heavy("tiny-draft"), heavy("tiny-eagle"), heavy("ngram"), None])
 def test_greedy_text_is_that_of_transformers(draft: str | None) -> None:
     pair = load("tiny", draft)
@@ -42,6 +43,7 @@ def test_greedy_text_is_that_of_transformers(draft: str | None) -> None:
     assert not any(word in found.text for word in words)
 
 
+@pytest.mark.seconds
 def test_what_a_run_cannot_do_is_said(tmp_path: Any) -> None:  # noqa: ANN401
     words = ["task=generate", "prompt=x", "sampling.logit_bias={99999: 1}", f"run_dir={tmp_path}/run"]
     ended = launch(*words)

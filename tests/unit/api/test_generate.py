@@ -47,6 +47,7 @@ def ids(completions: list[Completion]) -> list[list[int]]:
     return [completion.token_ids for completion in completions]
 
 
+@pytest.mark.seconds
 def test_ten_calls_are_traced_once(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     traced = []
     traced_of_cpus = module_of("cpu.tracing").Traced
@@ -63,6 +64,7 @@ def test_ten_calls_are_traced_once(pair: Pair, monkeypatch: pytest.MonkeyPatch) 
     assert len(traced) == 2, "the draft and the verification, each once"
 
 
+@pytest.mark.seconds
 def test_ten_calls_of_growing_prompts_are_captured_once(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, where another address or size of the cache would drop all graphs."""
     recorder = FakeRecorder()
@@ -102,6 +104,7 @@ def test_a_short_call_runs_few_functions(pair: Pair) -> None:
     assert functions_of_ours(lambda: pair.generate([5, 6, 7, 8, 9, 10], max_new_tokens=4, plain=True))[0] < 532
 
 
+@pytest.mark.seconds
 def test_a_round_runs_few_functions(pair: Pair) -> None:
     """Behind a forward, a function of Python takes more than a microsecond."""
     calls = [partial(pair.generate, [5, 6, 7, 8, 9, 10], max_new_tokens=number) for number in (16, 48)]
@@ -116,6 +119,7 @@ def test_the_text_of_a_prompt_does_not_depend_on_its_place(pair: Pair, temperatu
     assert ids(pair.generate(PROMPTS[1], max_new_tokens=12, temperature=temperature)) == [second]
 
 
+@pytest.mark.seconds
 def test_the_texts_are_those_of_a_run(pair: Pair, tmp_path: Path) -> None:
     prompts = [*PROMPTS, PROMPTS[0]]
     (tmp_path / "p.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
@@ -130,6 +134,7 @@ def test_the_texts_are_those_of_a_run(pair: Pair, tmp_path: Path) -> None:
     assert texts[0, 0] != texts[3, 0], "the second of two equal prompts"
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("kind", ["llama", "gemma", "bytes"])
 def test_a_text_continues_its_prompt_exactly_also_where_the_tokenizer_drops_the_first_space_of_a_text(
     kind: str, tmp_path: Path
@@ -162,6 +167,7 @@ def test_a_conversation_goes_on_from_what_the_cache_holds(pair: Pair) -> None:
     assert plain.num_reused_tokens == 0, "what is compared is read by both"
 
 
+@pytest.mark.seconds
 def test_texts_chats_and_token_ids_are_prompts(pair: Pair) -> None:
     text = "system: Be short.\nuser: Hi\nassistant: "
     chat = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Hi"}]
@@ -182,6 +188,7 @@ def test_an_assistants_last_message_is_continued(pair: Pair) -> None:
     assert str(pair.tokenizer.decode(found.prompt_ids)).endswith("assistant: 1, 2,")
 
 
+@pytest.mark.seconds
 def test_a_completion_says_what_was_drafted_and_how_long_it_took(pair: Pair) -> None:
     found = pair.generate(PROMPTS, max_new_tokens=24)
     plain = pair.generate(PROMPTS, max_new_tokens=24, plain=True)
@@ -287,6 +294,7 @@ def test_k_is_chosen_for_each_round_on_request(pair: Pair) -> None:
     assert found.token_ids == wanted.token_ids
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("family", ["gpt_neox", heavy("falcon_h1"), heavy("mistral")])
 @pytest.mark.parametrize("plain", [True, False])
 def test_nan_of_one_call_does_not_reach_the_next(family: str, plain: bool) -> None:

@@ -52,6 +52,7 @@ def test_a_wrong_number_of_spare_rows_is_one_sentence(number: Any, words: str) -
         load(TINY, spare_rows=number)
 
 
+@pytest.mark.seconds
 def test_loaded_models_give_the_text_of_their_folders(models: tuple[PreTrainedModel, PreTrainedModel]) -> None:
     loaded, from_files = load(*models), load(TINY, DRAFT)
     assert repr(loaded) == "Pair(tiny, draft tiny-draft, on cpu, context 2048)"
@@ -86,6 +87,7 @@ def test_families_whose_files_have_other_names_load_from_memory(family: str) -> 
         assert torch.equal(loaded.state_dict()[name], values), name
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("kind", sample({**FAMILIES, **MORE}, always={"apertus", "laguna", "kimi_linear"}))
 def test_a_loaded_model_of_every_family_is_as_its_files_and_updates_a_pair(tmp_path: Path, kind: str) -> None:
     """Also once it has been saved, and with the buffers that are stored."""
@@ -110,6 +112,7 @@ def test_a_loaded_model_of_every_family_is_as_its_files_and_updates_a_pair(tmp_p
     assert text(held) == text(stored) == wanted != before
 
 
+@pytest.mark.seconds
 def test_a_loaded_tokenizer_is_that_of_the_pair(tokenizer: PreTrainedTokenizerBase) -> None:
     pair = load("tiny", "tiny-draft", tokenizer=tokenizer)
     assert pair.tokenizer is tokenizer
@@ -147,6 +150,7 @@ def test_each_model_has_its_own_format_on_request() -> None:
     assert [source.precision.cache_dtype for source in pair.models.sources] == ["auto", "fp16"]
 
 
+@pytest.mark.seconds
 def test_a_quantized_checkpoint_is_loaded_as_it_is_stored(tmp_path: Path) -> None:
     pack_checkpoint(TINY, tmp_path / "packed", tmp_path / "numbers", "fp8")
     packed, numbers = (load(tmp_path / name, DRAFT, device="cpu") for name in ("packed", "numbers"))
@@ -161,6 +165,7 @@ def far(num_ranks: int, given: dict[str, object]) -> tuple[int, object]:
     return num_ranks, given["draft"]
 
 
+@pytest.mark.seconds
 def test_ranks_are_for_the_record_that_loads_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     ELSEWHERE.find("")  # read those that there are
     monkeypatch.setitem(ELSEWHERE.records, "ranks", Elsewhere(name="ranks", load=f"{__name__}:far"))
@@ -177,6 +182,7 @@ def test_a_number_of_ranks_is_a_whole_number() -> None:
         load("tiny", ranks="two")  # type: ignore[arg-type]
 
 
+@pytest.mark.seconds
 def test_a_plan_needs_no_torch() -> None:
     program = (
         "import sys; from llama_ssp import plan; found = plan('30B', '7B', hardware='8xa100_80gb'); "
@@ -186,6 +192,7 @@ def test_a_plan_needs_no_torch() -> None:
     assert {"torch", "transformers", "hydra"} & set(ended.stdout.split()) == set()
 
 
+@pytest.mark.seconds
 def test_checkers_of_types_find_a_name_that_the_package_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("PYTHONPATH", raising=False)

@@ -40,6 +40,7 @@ def scored(pair: Pair, model: PreTrainedModel, sampling: SamplingConfig, **setti
     return [done.token_ids for done in completions]
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("sampling", [EXACT, PENALIZED], ids=["model's law", "another law"])
 @pytest.mark.parametrize(
     "settings",
@@ -53,6 +54,7 @@ def test_a_chain_changes_no_figure(
     assert scored(pair, model, sampling, **settings) == texts, "the cache that scoring overwrites is read anew"
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("draft", ["tiny-eagle", heavy("ngram")])
 def test_heads_trees_and_copies_change_no_figure(model: PreTrainedModel, draft: str) -> None:
     pair = load("tiny", draft)

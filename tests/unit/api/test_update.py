@@ -96,6 +96,7 @@ def texts(pair: Pair) -> list[tuple[list[int], list[int], int]]:
     return [(done.token_ids, done.accepted_lengths, done.num_reused_tokens) for done in found]
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("kind", [
     *first(("llama as int8_weight_only", "head", "gpt_neox", "mtp qwen2", one_pass_heads.SHARING), num=2),
     *map(slow, ("llama as int4_weight_only", "qwen3 in 16 bits", "glm4_moe", "mtp glm4_moe", "peagle")),
@@ -161,6 +162,7 @@ def test_weights_that_need_another_kernel_are_taken_too(tmp_path: Path) -> None:
     assert texts(pair) == texts(load(target, draft, dtype="fp32"))
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("graphs", first([False, True]), ids=["traces", "graphs"])
 def test_a_loop_of_updates_allocates_and_captures_nothing_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, graphs: bool

@@ -85,6 +85,7 @@ def test_too_many_ranks_uneven_groups_and_modules_without_a_rule_are_refused(
         cut()
 
 
+@pytest.mark.seconds
 @given(
     num_ranks=st.integers(1, 8),
     intermediate_size=st.integers(8, 3000),

@@ -43,6 +43,7 @@ time.sleep(654)
 """
 
 
+@pytest.mark.seconds
 def test_every_end_of_a_step_is_named_and_no_other_step_is_harmed(tmp_path: Path) -> None:
     seconds = f"654.{os.getpid()}"  # other checkouts may run this test at the same time
     steps = [

@@ -47,6 +47,7 @@ def logits(runner: LeanRunner | ModuleRunner) -> Tensor:
     return runner.forward(ids[:, -BEHIND:], positions[:, -BEHIND:], bucket=32)
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("name", OTHERS)
 def test_logits_are_near_those_of_the_exact_cache_and_both_implementations_agree(name: str) -> None:
     found, exact = ([logits(runner) for runner in runners(each)] for each in (name, "auto"))
@@ -83,6 +84,7 @@ def test_a_row_that_is_copied_and_moved_keeps_its_bits(name: str) -> None:
         assert torch.equal(whole[:, :, 0, :21], torch.cat([whole[:, :, 2, :20], whole[:, :, 0, 25:26]], 2))
 
 
+@pytest.mark.seconds
 @torch.inference_mode()
 @pytest.mark.parametrize("name", first(["bf16", "int8"]))
 def test_one_text_per_seed_with_and_without_a_draft_whose_cache_differs(name: str) -> None:

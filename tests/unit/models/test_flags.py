@@ -38,6 +38,7 @@ BENT = {
 """Flags of models that do not run, of kinds that do."""
 
 
+@pytest.mark.seconds
 @pytest.mark.filterwarnings("ignore")  # of the library
 @pytest.mark.parametrize(("kind", "flags"), [
     *(pytest.param(kind, flags, id=f"{kind}, sample") for kind, flags in SAMPLE.items()),

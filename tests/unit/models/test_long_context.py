@@ -51,6 +51,7 @@ def read(model: LeanRunner, capacity: int, num_tokens: int) -> Tensor:
     return read_prompts(model, prompts, rows=[0], buckets=Buckets(step=64, num_slots=capacity))
 
 
+@pytest.mark.seconds
 @pairs(head_dim=[16, 8], cache_dtype=["auto", "int8"])
 def test_the_largest_tensor_of_a_prompt_grows_no_faster_than_its_context(head_dim: int, cache_dtype: str) -> None:
     """A mask of all positions would have 4 GiB."""
@@ -90,6 +91,7 @@ def test_shorter_chunks_of_a_long_prompt_have_the_logits_of_whole_ones(monkeypat
     torch.testing.assert_close(read(model, 2048, 1300), whole, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.seconds
 def test_texts_do_not_depend_on_the_room_that_a_long_context_leaves() -> None:
     """Speculatively, behind a prompt of some thousand tokens."""
     prompt = tuple(random_ids(1, PROMPT)[0].tolist())
@@ -103,6 +105,7 @@ def test_texts_do_not_depend_on_the_room_that_a_long_context_leaves() -> None:
     assert texts[0] == texts[1]
 
 
+@pytest.mark.seconds
 @torch.inference_mode()
 def test_the_last_positions_of_32k_are_attended_to_as_by_masks(monkeypatch: pytest.MonkeyPatch) -> None:
     found = []

@@ -92,6 +92,7 @@ def test_the_rest_of_a_prompt_has_the_logits_of_the_whole_packed_or_padded(
         assert_close(logits_BV[ROWS[1]], logits_BV[ROWS[3]])
 
 
+@pytest.mark.seconds
 def test_prompts_admitted_while_others_decode_give_the_texts_that_they_give_alone() -> None:
     wanted = [
         Request(index=number, prompt_ids=tuple(range(3, 3 + length)), max_new_tokens=4 + 3 * (number % 3))
@@ -148,6 +149,7 @@ def test_a_few_tokens_are_read_in_one_of_few_shapes_as_many_are(kind: str) -> No
         assert_close(one, other)
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(("batch_size", "temperature"), [heavy(1, 0.9), (3, 0.9)])
 def test_graphs_read_prompts_and_the_texts_stay_those_of_launches_from_python(
     batch_size: int, temperature: float

@@ -151,6 +151,7 @@ def test_the_planned_bytes_are_those_of_the_tensors(
     assert_planned(saved, implemented, num_ranks=num_ranks, form=form, dtype=dtype)
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("num_ranks", [4, 8])
 def test_slices_of_fewer_inputs_have_smaller_groups(saved: Saved, num_ranks: int) -> None:
     """64 and 32 of the output of attention, in words of their own."""

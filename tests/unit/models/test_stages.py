@@ -68,6 +68,7 @@ def check_logits(folder: Path, num_stages: int, tp_size: int) -> None:
     assert len({runner.is_recurrent for runner in runners}) == 1
 
 
+@pytest.mark.seconds
 @grid(kind=[*KINDS], split=SPLITS)
 def test_the_last_stage_has_the_logits_of_a_whole_model(
     folders: Callable[[str], Path], kind: str, split: tuple[int, int]
@@ -75,6 +76,7 @@ def test_the_last_stage_has_the_logits_of_a_whole_model(
     check_logits(folders(kind), *split)
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("kind", LIBRARY)
 def test_stages_of_a_family_have_the_logits_of_a_whole_model(folders: Callable[[str], Path], kind: str) -> None:
     check_logits(folders(kind), 3, 1)

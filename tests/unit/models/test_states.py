@@ -201,10 +201,12 @@ def wanted_law() -> Tensor:
     return joint_law(tuple(torch.stack(logits)[None].softmax(-1) for logits in by_length))[0]
 
 
+@pytest.mark.seconds
 def test_a_text_whose_states_roll_back_has_the_law_of_its_model() -> None:
     assert (text_law() - wanted_law()).abs().max() < 1e-12
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("fault", ["not rolled back", "one too few", "window forgotten"])
 def test_a_lost_rollback_or_window_changes_the_law(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
     init = StateView.__init__

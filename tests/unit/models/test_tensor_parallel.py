@@ -47,6 +47,7 @@ def load_ranks(folder: Path, comms: list[Comm], whole: WholeParts = NONE) -> lis
     return [ModuleRunner(model, comm=comm) for model, comm in zip(models, comms, strict=True)]
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     ("family", "num_ranks", "whole"),
     [
@@ -113,6 +114,7 @@ def test_sinks_biases_of_experts_and_heads_of_latents_are_cut(
         torch.testing.assert_close(logits_TV, library_logits(model, ids_BT[0]), atol=1e-5, rtol=0)
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     ("family", "quantization", "load"),
     [

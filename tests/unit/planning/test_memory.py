@@ -160,6 +160,7 @@ def test_long_contexts_are_planned_with_the_graphs_that_exist_at_a_time() -> Non
     assert rank.graphs_bytes == MOST_GRAPHED_BUCKETS * 32 * ENGINE_KERNELS.layer * GRAPH_NODE_BYTES < 2**28
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(("kind", "value_dim", "rank", "positions", "is_expanded"), [
     ("deepseek_v3", 24, 16, 1, False), ("deepseek_v2", 16, 16, 512, False), ("deepseek_v3", 16, 64, 512, True),
     ("deepseek_v2", 24, 64, 512, True),

@@ -82,6 +82,7 @@ def _is_agreed(contents: Iterator[dict[str, Any]], questions: list[dict[str, Any
     assert len(wrong) <= MOST_DISAGREEMENTS, "\n".join(f"{question} {points}" for question, points in wrong.items())
 
 
+@pytest.mark.seconds
 def test_the_planner_agrees_with_the_expert() -> None:
     _is_agreed((document(plan(**one["plan"])) for one in QUESTIONS), QUESTIONS)
 

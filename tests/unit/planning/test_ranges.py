@@ -15,6 +15,7 @@ from tests.helpers.planning import make_spec, times_of
 A100 = hardware.load("8xa100_80gb")
 
 
+@pytest.mark.seconds
 def test_most_published_rows_are_inside_their_range() -> None:
     """The engines of four rows have no versions, and are 1.7 and 3.3 times as slow as any plan."""
     rows = [row for row in published.judged() if row.source.name != "llm_benchmark"]

@@ -162,6 +162,7 @@ MACHINES = [hardware.load(name) for name in sorted(hardware.names()) if not hard
 MODELS = [entry.name for entry in catalogue.entries() if entry.shape and not entry.shape.is_head]
 
 
+@pytest.mark.seconds
 @given(
     target=st.sampled_from(MODELS), machine=st.sampled_from(MACHINES), power=st.integers(0, 3),
     prompt_tokens=st.integers(1, 40_000), batch_size=st.integers(1, 64),

@@ -199,6 +199,7 @@ def test_the_readme_is_a_page_and_a_half() -> None:
 SECTIONS = ["Question", "Method", "Result", "Decision"]
 
 
+@pytest.mark.seconds
 def test_the_map_names_every_module_and_every_file_of_settings_with_its_first_sentence() -> None:
     shown = {folder.path / name: sentence for folder in repository.folders() for name, sentence in folder.files.items()}
     python = [path for path in modules(*repository.FOLDERS) if path.name != "__init__.py"]

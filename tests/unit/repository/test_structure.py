@@ -41,11 +41,13 @@ KNOW_RECORDING = (
 """Executors and who makes them, and what times pieces as executors run them."""
 
 
+@pytest.mark.seconds
 def test_every_python_file_opens_with_a_docstring() -> None:
     trees = {path: tree_of(path) for path in modules(*PYTHON_FOLDERS)}
     assert [path for path, tree in trees.items() if tree.body and not ast.get_docstring(tree)] == []
 
 
+@pytest.mark.seconds
 def test_no_file_names_a_path_of_one_machine() -> None:
     found = {
         path: match.group()
@@ -67,6 +69,7 @@ def test_no_public_class_has_the_name_of_another() -> None:
     assert [name for name, count in names.items() if count > 1 and not name.startswith("_")] == []
 
 
+@pytest.mark.seconds
 def test_only_executors_and_collectives_know_of_tracing_and_capture() -> None:
     knowing = [str(path) for path in modules("llama_ssp") if RECORDS.search(_code(ROOT / path))]
     assert [path for path in knowing if not path.startswith(KNOW_RECORDING)] == []
@@ -171,6 +174,7 @@ def test_a_private_name_on_the_list_exists_in_the_installed_version(name: str) -
         pytest.fail(f"{package.__name__} {package.__version__} lacks {name} ({PRIVATE_NAMES[name]}), used by {used_by}")
 
 
+@pytest.mark.seconds
 def test_every_private_name_in_use_is_on_the_list() -> None:
     missing = {name: path for name, path in used().items() if not is_listed(name)}
     assert missing == {}, "private names of other packages: add each to tests/helpers/private_names.py, with a reason"
@@ -253,6 +257,7 @@ NO_TORCH = "planning, reports, machines, terminal, architectures, settings and e
 BACKENDS = "bitsandbytes, deepspeed, accelerate, llguidance, llvmlite and the server"
 
 
+@pytest.mark.seconds
 def test_the_import_contracts_hold() -> None:
     assert lint(ROOT) == ""
 
@@ -272,6 +277,7 @@ FAULTS = [
 ]
 
 
+@pytest.mark.seconds
 def test_every_forbidden_import_is_found(tmp_path: Path) -> None:
     for path in [Path("pyproject.toml"), *modules("llama_ssp", "launch")]:
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)

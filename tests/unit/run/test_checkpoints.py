@@ -149,6 +149,7 @@ def with_head(kind: str, folder: Path) -> RunConfig:
     return RunConfig(task=GenerateConfig(), model=model, draft=DrafterConfig(kind=MODEL_DRAFT, model=draft))
 
 
+@pytest.mark.seconds
 @pytest.mark.skipif(not can_halve(), reason="this processor has no product with a weight in fp16")
 @pytest.mark.parametrize(
     ("kind", "is_shared"),
@@ -181,6 +182,7 @@ def test_a_head_on_ranks_of_its_own_has_a_copy_of_the_embedding(tmp_path: Path) 
     assert apart[1].draft_weights_bytes - beside.draft_weights_bytes == 4 * 4096 * 256
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("name", ["7B_8bit", "65B_8bit"])
 def test_a_model_in_8_bits_runs_without_bitsandbytes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A smaller shape of it, whose weights are synthetic."""

@@ -156,6 +156,7 @@ def is_allowed_alone(*, kind: str, **asked: str) -> bool:
     return not [*clashes(combined(config, **asked))]
 
 
+@pytest.mark.seconds
 @pairs(where=is_allowed_alone, kind=[*SHAPES], mode=[*MODES], rule=[*RULES], process=[*PROCESSES])
 def test_what_the_table_allows_of_other_drafts_has_the_plain_text(
     kind: str, mode: str, rule: str, process: str, loaded: Callable[[str], Pair]

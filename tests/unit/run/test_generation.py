@@ -54,6 +54,7 @@ def text_of(folder: Path, *settings: str) -> tuple[str, str]:
     return json.loads(ended.out)["text"], ended.err
 
 
+@pytest.mark.seconds
 def test_a_run_says_what_it_does_not_follow_and_follows_it_on_request(folder: Path) -> None:
     greedy, said = text_of(folder, "sampling=greedy")
     assert "asks for sampling.repetition_penalty=1.3, which this text does not follow: sampling=model takes" in said
@@ -78,6 +79,7 @@ def test_the_library_follows_it_as_transformers_does(folder: Path) -> None:
         pair.generate(PROMPT, sampling="greedy")
 
 
+@pytest.mark.seconds
 def test_fields_that_are_absent_have_the_defaults_of_transformers(folder: Path) -> None:
     file = folder / "generation_config.json"
     file.write_text(json.dumps({"do_sample": True, "top_p": 0.9}))

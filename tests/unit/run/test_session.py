@@ -103,6 +103,7 @@ def test_nothing_is_copied_from_the_text_of_a_warm_up() -> None:
     assert accepted(1) == accepted(0)
 
 
+@pytest.mark.seconds
 def test_the_first_line_of_progress_counts_no_warm_up_as_decoding(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -154,6 +155,7 @@ def tuned(seconds: Callable[[int, int], float]) -> tuple[Any, list[list[int]]]:
     return decoder.length, decoder.timed
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(("of_a_token", "left"), [(0.3, [0, *ADAPTIVE_LENGTHS, 1, 0]), (1.1, [0, 0])])
 def test_drafts_that_lose_whatever_is_accepted_are_timed_twice_only(of_a_token: float, left: list[int]) -> None:
     """As in a large batch, where each drafted token costs a plain one and a draft step."""

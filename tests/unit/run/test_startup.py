@@ -66,6 +66,7 @@ def test_slow_packages_are_imported_only_where_they_are_used(tmp_path: Path) -> 
     assert set(BEFORE_CHECKPOINTS) <= set(last)
 
 
+@pytest.mark.seconds
 def test_garbage_is_not_collected_while_torch_is_first_imported_and_then_not_looked_for_in_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -141,6 +141,7 @@ GOOD = [
 ]
 
 
+@pytest.mark.seconds
 def test_an_unknown_kind_of_placement_is_one_of_all_problems() -> None:
     with pytest.raises(ConfigError) as caught:
         checks.check(*compose_run("placement.target.kind=foo", "sampling.temperature=-1"), world_size=2)
@@ -148,6 +149,7 @@ def test_an_unknown_kind_of_placement_is_one_of_all_problems() -> None:
     assert "unknown placement.target.kind 'foo'" in str(caught.value)
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(("words", "sentence"), BAD.items())
 def test_a_bad_setting_gets_its_sentence(words: str, sentence: str) -> None:
     check_refused(words, sentence)

@@ -38,6 +38,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return save_models(tmp_path_factory.mktemp("doors"))
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("name", abilities())
 def test_an_ability_alone_is_not_refused(name: str, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     patch([name], monkeypatch)
@@ -67,6 +68,7 @@ def test_no_decoder_is_built_for_two_abilities(
     assert has_sentence(str(caught.value), both)
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     ("both", "of_load", "of_generate"), [(both, *given) for both, given in OF_LIBRARY.items() if both in table()]
 )
@@ -81,6 +83,7 @@ def test_the_library_refuses_two_abilities_with_their_sentence(
     assert has_sentence(str(caught.value), both)
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("family", first(HYBRIDS))
 def test_the_library_drafts_no_tree_for_a_hybrid(family: str, tmp_path: Path) -> None:
     build_checkpoint(tmp_path, family)

@@ -110,6 +110,7 @@ def test_a_setting_of_a_room_draws_a_plan(monkeypatch: pytest.MonkeyPatch, tmp_p
         figures_of(plan)
 
 
+@pytest.mark.seconds
 def test_a_file_of_requests_is_checked_and_answered_by_code_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -85,6 +85,7 @@ ON_ONE = (
 LIGHT = ("mistral", "phi3", "mixtral", "nanochat", "gemma4_text")
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(("kind", "num_ranks"), [
     *((kind, 2) for kind in LIGHT), *(slow(kind, 2) for kind in FAMILIES if kind not in LIGHT),
     *(slow(kind, 1) for kind in FAMILIES),
@@ -187,6 +188,7 @@ OTHERS = [
 ]  # fmt: skip
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("kind", sample(OTHERS, always={"bart", "bert", "gpt_neox_japanese", "longcat_flash"}))
 def test_every_kind_of_the_library_gives_its_greedy_text_or_is_refused_by_plan_and_run_alike(
     tmp_path: Path, kind: str
@@ -267,6 +269,7 @@ def test_narrow_formats_come_as_close_as_their_rounding_allows(tmp_path: Path, k
 RUNS = [kind for kind in {**FAMILIES, **MORE} if kind not in REFUSED]
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("kind", sample(RUNS, always={"xglm", "falcon_h1", "gemma4_text", "nemotron_h, experts"}))
 def test_every_family_runs_in_16_bits_with_the_dtypes_of_the_librarys_buffers(
@@ -292,6 +295,7 @@ def test_every_family_runs_in_16_bits_with_the_dtypes_of_the_librarys_buffers(
         assert [len(done.token_ids) for done in complete(decoder, requests((3, 14), num_tokens=4))] == [4, 4]
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(("kind", "form"), [("gpt_neo", "sdpa"), ("gemma2", SOFTCAPPED)])
 def test_where_inputs_are_quantized_attention_takes_one_position_after_the_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, form: str

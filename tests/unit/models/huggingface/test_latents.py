@@ -79,6 +79,7 @@ def runner_of(model: PreTrainedModel, **options: Any) -> ModuleRunner:
     return ModuleRunner(model, comm=Comm.single(), **options)
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(("kind", "num_ranks"), [
     ("deepseek_v3", 3), ("minicpm3", 1), *(heavy(kind, 2) for kind in FAMILIES),
     *(slow(kind, number) for kind in FAMILIES for number in (1, 3, 4)),

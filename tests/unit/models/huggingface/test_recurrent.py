@@ -89,6 +89,7 @@ def check(saved: SavedModels) -> Check:
     return compare
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     ("kind", "batch_size", "number"),
     [("qwen3_next", 2, 3), *(slow(kind, *sizes) for kind in HYBRIDS for sizes in ((1, 8), (2, 1), (5, 4)))],
@@ -109,6 +110,7 @@ def test_texts_are_the_librarys_whatever_rounds_take_back(
         check(kind, complete(make_decoder(target, None, ngram=ngram, batch_size=batch_size), requests()))
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     ("kind", "reads_late"), [("bamba", True), *(slow(kind, late) for kind in HYBRIDS for late in (False, True))]
 )
@@ -127,6 +129,7 @@ def test_a_draft_that_skips_rounds_takes_in_what_it_missed(
     assert {examined for done in found for examined in done.draft_lengths} == {0, 2, 3}
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("kind", ["granitemoehybrid, dense", *map(slow, HYBRIDS)])
 def test_a_draft_that_runs_ahead_goes_back_behind_all_that_was_in_flight(
     saved: SavedModels, check: Check, kind: str
@@ -151,6 +154,7 @@ def kept_by(runner: Any) -> list[torch.Tensor]:  # noqa: ANN401
     ]
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("kind", HYBRIDS)
 def test_a_plan_counts_the_slots_and_the_states_that_are_allocated(saved: SavedModels, kind: str) -> None:
     folder = saved(kind)[0]

@@ -33,6 +33,7 @@ def runner_of(saved: SavedModels, family: str, *, batch_size: int, capacity: int
     return runner
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rows_get_the_logits_that_each_gets_alone(saved: SavedModels, family: str) -> None:
     """Rows of different lengths, rows that are taken back, and new rows among old ones."""

@@ -109,6 +109,7 @@ def test_a_kernel_is_held_to_masks_before_it_is_used() -> None:
 HEADS = [Heads(4, 4, 32, 32**-0.5), Heads(8, 2, 16, 0.25), Heads(7, 1, 64, 0.125)]
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("batch_size", [heavy(1), 3])
 def test_the_layers_of_gpus_give_in_fp16_the_text_of_fp32_by_masks(
     batch_size: int, monkeypatch: pytest.MonkeyPatch

@@ -42,6 +42,7 @@ def unpacked(linear: Linear, num_inputs: int, *, dtype: torch.dtype = torch.floa
     return linear(torch.eye(num_inputs, dtype=dtype)).t()
 
 
+@pytest.mark.seconds
 @every_form
 def test_no_weight_is_further_off_than_half_a_step(form: str) -> None:
     weight = numbers(48, 256)

@@ -102,6 +102,7 @@ def assert_same_text(packed: Path, plain: Path, *, num_ranks: int, spreads: bool
         assert (found - logits).abs().max() < 1e-4 * logits.abs().max()
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("num_ranks", [slow(1), slow(2), 3])
 @pytest.mark.parametrize("layout", sample(LAYOUTS, always={*LAYOUTS[:1]}, every=2))
 def test_greedy_text_is_that_of_the_numbers_that_the_checkpoint_stands_for(
@@ -128,12 +129,14 @@ def planned_of(packed: Path) -> PlannedModel:
     return planned_model(ModelConfig(name="local", path=str(packed)), device="cpu")
 
 
+@pytest.mark.seconds
 @pairs(layout=["gptq", "gptq, sorted"], family=["gpt_neox", "qwen2"])
 def test_other_families_read_them_too(made: Made, family: str, layout: str) -> None:
     """By the library's modules, and with biases."""
     assert_same_text(*made(family, layout), num_ranks=2)
 
 
+@pytest.mark.seconds
 def test_layers_with_one_input_may_have_orders_of_their_own(made: Made, tmp_path: Path) -> None:
     """Where groups are scattered, keys and values among others of the same file."""
     packed, plain = made("llama", "gptq, sorted")
@@ -147,6 +150,7 @@ def test_layers_with_one_input_may_have_orders_of_their_own(made: Made, tmp_path
     assert_same_text(edited(packed, tmp_path, turn), plain, num_ranks=2)
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(("num_ranks", "spreads"), [slow(1, False), heavy(2, False), (2, True)])
 @pytest.mark.parametrize("layout", first(["compressed-tensors", "awq", "gptq, sorted", "int8", "fp8", MXFP4]))
 def test_experts_are_read_as_they_are_stored(made: Made, layout: str, num_ranks: int, *, spreads: bool) -> None:
@@ -154,6 +158,7 @@ def test_experts_are_read_as_they_are_stored(made: Made, layout: str, num_ranks:
     assert_same_text(*made(family, layout, **sizes), num_ranks=num_ranks, spreads=spreads)
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(("num_ranks", "spreads"), [heavy(1, False), heavy(2, False), (2, True)])
 def test_a_plan_counts_the_experts_in_mxfp4_that_ranks_hold(made: Made, num_ranks: int, *, spreads: bool) -> None:
     packed, _ = made("gpt_oss", MXFP4, **GPT_OSS)
@@ -215,6 +220,7 @@ def left_out(made: Made, tmp_path: Path, layout: str, *modules: str) -> Path:
 MIXED = [f"model.layers.0.self_attn.{name}_proj" for name in "qkv"] + ["model.layers.1.mlp.down_proj"]
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("layout", first(["compressed-tensors", "fp8"]))
 def test_layers_that_were_left_out_stay_as_they_are(made: Made, tmp_path: Path, layout: str) -> None:
     folder = left_out(made, tmp_path, layout, *MIXED)

@@ -22,6 +22,7 @@ def assert_harmless(ended: Ended) -> None:
     assert not set(text) & set("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("settings", [("task=generate",), heavy(("task=generate", "batch_size=2"))])
 def test_a_run_prints_none(settings: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every token of the model is half of an escape sequence."""

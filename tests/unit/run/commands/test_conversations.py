@@ -39,6 +39,7 @@ def ids(found: list[Line], sample: int | None = None) -> dict[tuple[int, str, in
     }
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     "settings",
     [

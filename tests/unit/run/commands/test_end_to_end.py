@@ -37,6 +37,7 @@ def local(folder: Path) -> list[str]:
     return [f"model.path={folder / 'target'}", f"draft.model.path={folder / 'draft'}", "model=local", "draft=local"]
 
 
+@pytest.mark.seconds
 def test_generate_prints_the_librarys_greedy_text(launch: Launch) -> None:
     prompt = "def factorial(n):"
     ended = launch("task=generate", "sampling=greedy", f"prompt={prompt}", "max_new_tokens=24").well()
@@ -52,6 +53,7 @@ def test_generate_prints_the_librarys_greedy_text(launch: Launch) -> None:
     assert ended.out.rstrip("\n") == str(tokenizer.decode(wanted, skip_special_tokens=True)).rstrip("\n")
 
 
+@pytest.mark.seconds
 def test_a_streamed_text_ends_with_what_was_held_back(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(IncrementalText, "push", lambda *_, **__: [])
     monkeypatch.setattr(IncrementalText, "flush", lambda _: [Piece("half a character", accepted=False)])
@@ -102,6 +104,7 @@ def test_a_faulty_checkpoint_is_one_sentence_and_code_2(
     assert ended.status.startswith("2: ")
 
 
+@pytest.mark.seconds
 def test_a_run_counts_the_experts_that_its_verifications_read(launch: Launch, tmp_path: Path) -> None:
     """The target drafts for itself, so that all tokens that are verified are the text's."""
     model, num_rounds = build_checkpoint(tmp_path / "target", "mixtral"), 4
@@ -118,6 +121,7 @@ def test_a_run_counts_the_experts_that_its_verifications_read(launch: Launch, tm
     assert f"a verification read {num_read:.1f} in each layer, forecast 3.8" in ended.out
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("who", ["target", heavy("draft")])
 def test_a_token_that_only_one_of_a_pair_has_added_does_not_matter(who: str, launch: Launch, tmp_path: Path) -> None:
     """Such as the [PAD] of a fine-tune; the other one drafts for it, or it for the other."""
@@ -130,6 +134,7 @@ def test_a_token_that_only_one_of_a_pair_has_added_does_not_matter(who: str, lau
     assert speculative["token_ids"] == plain["token_ids"]
 
 
+@pytest.mark.seconds
 def test_a_run_prints_its_forecast_and_one_that_cannot_fit_stops_before_loading(launch: Launch) -> None:
     held_bytes = anonymous_bytes() or 0  # by tests before, in this process
     ended = launch("prompt=import os", "max_new_tokens=4", "hardware=laptop_cpu")

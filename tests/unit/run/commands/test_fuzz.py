@@ -180,16 +180,19 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.fsync", lambda _file: None)  # nothing here survives a crash of the machine
 
 
+@pytest.mark.seconds
 @amounts(*NUM_PLANS)
 def test_run_answers_any_command_line(num_lines: int, part: int) -> None:
     check_all(run_dry, num_lines, lines_of(run_keys()), part)
 
 
+@pytest.mark.seconds
 @amounts(*NUM_RUNS)
 def test_a_run_that_is_not_dry_answers_any_command_line(num_lines: int, part: int) -> None:
     check_all(run_short, num_lines, runs(), part)
 
 
+@pytest.mark.seconds
 @amounts(*NUM_PLANS)
 def test_plan_answers_any_command_line(num_lines: int, part: int) -> None:
     check_all(run_plan, num_lines, lines_of(plan_keys()), part)

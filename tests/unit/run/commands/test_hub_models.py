@@ -43,6 +43,7 @@ def test_a_pair_of_the_hub_writes_what_the_same_files_write_by_name(tmp_path: Pa
     assert summaries[0]["forecast"]["plain_ms_per_token"] > 0
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("words", [(), ("weights=synthetic",)])
 def test_a_plan_and_a_dry_run_need_the_config_file_alone(words: tuple[str, ...], cache: Path, tmp_path: Path) -> None:
     if words:

@@ -49,6 +49,7 @@ def test_a_mistake_at_one_point_keeps_all_points_from_starting(tmp_path: Path) -
     ]  # fmt: skip
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("rank", [None, heavy(0), heavy(1)])
 def test_a_point_that_does_not_fit_keeps_all_points_from_starting(
     rank: int | None, act: Act, monkeypatch: pytest.MonkeyPatch
@@ -63,6 +64,7 @@ def test_a_point_that_does_not_fit_keeps_all_points_from_starting(
     assert ("rank 0 needs" in ended.err) == (rank != 1)
 
 
+@pytest.mark.seconds
 def test_a_sweep_is_checked_for_the_ranks_that_it_will_have(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -84,6 +86,7 @@ def test_a_point_that_was_interrupted_names_the_folder_of_the_sweep(act: Act, tm
     assert f"'run_dir={tmp_path}/my sweep' with the same settings" in ended.err
 
 
+@pytest.mark.seconds
 def test_other_points_run_where_one_fails_and_the_next_call_repeats_it(act: Act, tmp_path: Path) -> None:
     begun: list[int] = []
 
@@ -115,6 +118,7 @@ def test_identical_points_of_a_sweep_are_named(act: Act, tmp_path: Path) -> None
     ]
 
 
+@pytest.mark.seconds
 def test_a_sweep_says_where_it_is_and_ends_with_one_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of folders by their names; what disturbed a run is still said when it is resumed."""
     for name, model in (("mine", "tiny"), ("theirs", "tiny-draft")):
@@ -184,6 +188,7 @@ class Model:
         self.me = self
 
 
+@pytest.mark.seconds
 def test_a_point_begins_when_the_models_of_the_last_one_have_been_freed(act: Act, tmp_path: Path) -> None:
     made: list[weakref.ref[Model]] = []
     alive = []

@@ -216,6 +216,7 @@ def test_many_changes_of_a_model_s_files_are_sentences_or_do_no_harm(part: int, 
     seed(part)(MANY(given(SEEDS)(lambda case: check(sound, config, case))))()
 
 
+@pytest.mark.seconds
 def test_the_model_runs_names_what_is_not_read_and_is_not_its_own_draft(tmp_path: Path) -> None:
     """The shipped model, whose config.json says that there is such a layer."""
     target = shutil.copytree(shipped("tiny"), tmp_path / "target")

@@ -16,6 +16,7 @@ from tests.helpers.repository import ROOT
 PLAN = ("model=mine", "hardware=mybox", "format=json")
 
 
+@pytest.mark.seconds
 def test_outside_the_repository_a_plan_knows_the_users_model_machine_and_pair(tmp_path: Path) -> None:
     write_all(writer(tmp_path / "home" / "llama-ssp"))
     environment = {**os.environ, "XDG_CONFIG_HOME": str(tmp_path / "home")}
@@ -29,6 +30,7 @@ def test_outside_the_repository_a_plan_knows_the_users_model_machine_and_pair(tm
     assert content["time"]["acceptance"] == 0.61
 
 
+@pytest.mark.seconds
 def test_a_given_folder_does_the_same(tmp_path: Path, own_conf: OwnConf) -> None:
     del own_conf  # this user has no folder of their own
     write_all(writer(tmp_path / "conf"))

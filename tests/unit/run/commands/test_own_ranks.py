@@ -163,6 +163,7 @@ def test_a_script_that_cannot_run_gets_its_sentence(
     assert capsys.readouterr().err.startswith(sentence)
 
 
+@pytest.mark.seconds
 def test_a_script_on_one_rank_has_its_arguments_and_its_folder_and_ends_with_its_code(tmp_path: Path) -> None:
     (tmp_path / "other.py").write_text("")
     (tmp_path / "study.py").write_text("import sys, other\nprint(sys.argv[1:], __name__)\nsys.exit('no: $5')\n")

@@ -27,6 +27,7 @@ def call(*settings: str) -> Ended:
     return in_process.call(entry.main, [*settings])
 
 
+@pytest.mark.seconds
 def test_json_needs_nothing_beyond_hydra_and_imports_no_torch_and_nothing_that_only_sweeps_need() -> None:
     tell = "import atexit; atexit.register(lambda: print([n for n in sys.modules if sys.modules[n]], file=sys.stderr))"
     finished = run_file("plan.py", "model=30B", "draft=7B", "format=json", before=tell, without=BLOCKED)
@@ -36,12 +37,14 @@ def test_json_needs_nothing_beyond_hydra_and_imports_no_torch_and_nothing_that_o
     assert not imported & {"llama_ssp.run.commands.points", "importlib.metadata"}
 
 
+@pytest.mark.seconds
 def test_a_missing_package_is_named_with_what_installs_it(tmp_path: Path) -> None:
     finished = run_file("plan.py", "model=7B", "format=table", without=["rich"], cwd=tmp_path)
     assert finished.returncode == 2
     assert "needs rich: pip install rich" in finished.stderr
 
 
+@pytest.mark.seconds
 def test_it_runs_in_any_folder_within_two_seconds_of_processor_time(tmp_path: Path) -> None:
     """The fastest of three counts: tests that run at the same time slow this one down, and never speed it up."""
     words = ["model=30B", "draft=7B", "hardware=p4d_24xlarge", "format=json"]
@@ -62,6 +65,7 @@ def test_a_plan_that_does_not_fit_exits_with_3() -> None:
     assert (ended.code, ended.err.strip()) == (3, json.loads(ended.out)["shortage"])
 
 
+@pytest.mark.seconds
 def test_the_default_draft_is_that_of_the_model_entry_and_the_planners_choice_is_told() -> None:
     assert planned("model=65B")["draft"]["name"] == "7B"
     assert planned("model=65B", "draft=none")["draft"] is None
@@ -86,6 +90,7 @@ def test_a_local_folder_is_planned_from_its_config_file_alone(tmp_path: Path) ->
     assert (target["dtype"], target["matrix_dtype"]) == ("bf16", "bf16")
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     ("settings", "complaint"),
     [
@@ -108,6 +113,7 @@ def test_a_mistake_is_a_sentence(settings: str, complaint: str) -> None:
     assert complaint in ended.err
 
 
+@pytest.mark.seconds
 def test_several_machines_are_a_table_of_their_plans_in_the_order_given(own_conf: OwnConf) -> None:
     own_conf("hardware/mybox.yaml", MACHINE)
     asked = ("model=7B", "draft=tinyllama_1B", "placement=auto", "hardware.usd_per_hour=3")
@@ -122,6 +128,7 @@ def test_several_machines_are_a_table_of_their_plans_in_the_order_given(own_conf
         assert f"{plan['usd_per_million_tokens']:.2f}" in said
 
 
+@pytest.mark.seconds
 def test_a_price_that_the_user_gives_is_that_of_a_million_tokens() -> None:
     asked = ("model=13B", "draft=7B", "hardware=8xa100_80gb", "placement=sharded", "batch_size=4")
     assert planned(*asked)["usd_per_million_tokens"] is None
@@ -150,11 +157,13 @@ def test_a_workload_has_lengths_and_a_source_and_the_user_has_the_last_word(name
     assert (job["prompt_tokens"], job["max_new_tokens"]) == (catalogue.read(file)["prompt_tokens"], 7)
 
 
+@pytest.mark.seconds
 def test_figures_are_changed_in_all_machines() -> None:
     found = planned("model=7B", LIST, "hardware.memory_bytes=40000000000")
     assert {rank["capacity_bytes"] for plan in found["plans"] for rank in plan["memory"]} == {40000000000}
 
 
+@pytest.mark.seconds
 def test_a_model_of_the_hub_is_planned_by_its_config_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = {
         "model_type": "exaone", "num_hidden_layers": 80, "hidden_size": 8192, "num_attention_heads": 64,

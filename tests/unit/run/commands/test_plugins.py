@@ -92,6 +92,7 @@ def test_the_drafter_of_the_page_drafts_from_its_protocol_alone(tmp_path: Path) 
     assert texts[0] == texts[1]
 
 
+@pytest.mark.seconds
 def test_the_operator_of_the_page_computes_the_same_text(tmp_path: Path) -> None:
     section = (ROOT / "docs" / "extending.md").read_text().partition("## An operator")[2].partition("\n## ")[0]
     record, kernel = re.findall(r"```py\n(.*?)```", section, re.DOTALL)
@@ -157,6 +158,7 @@ def test_the_task_of_the_page_runs(words: Path) -> None:
     assert (words / "run" / "status").read_text().strip() == "done"
 
 
+@pytest.mark.seconds
 def test_a_task_from_outside_is_planned_and_checked(words: Path) -> None:
     planned = launch(words, "task=words", "dry_run=true", plugins="words")
     assert planned.returncode == 0, planned.stderr

@@ -73,6 +73,7 @@ def test_a_word_that_is_no_command_is_answered_with_what_to_type(words: list[str
     assert ended.out == ""
 
 
+@pytest.mark.seconds
 def test_commands_keep_their_exit_codes(tmp_path: Path) -> None:
     assert call("plan", "model=7B", "hardware=8xh100", "format=json").code == 0
     assert call("plan", "model=65B", "draft=7B", "hardware=g5_12xlarge").code == 3
@@ -84,6 +85,7 @@ def test_commands_keep_their_exit_codes(tmp_path: Path) -> None:
             assert re.search(rf"^task:\n  name: {record.task}$", call(name, "--cfg", "job").out, re.MULTILINE)
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     ("number", "before", "ended"),
     [
@@ -121,6 +123,7 @@ main(["plan"])
     assert python("-m", "interrupted", PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}").returncode == 4
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     "words", [["model=nosuch"], ["dry_run=true", "model=7B", "hardware=8xh100"], heavy(["--help"])]
 )
@@ -133,6 +136,7 @@ def test_what_needs_no_model_is_answered_without_torch_on_any_number_of_ranks(wo
     assert "starting" not in ended.stderr
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
@@ -173,6 +177,7 @@ def test_the_overview_fits_a_terminal_and_names_every_topic() -> None:
     assert [topic for topic in topics if topic not in overview and f"  {topic.lower()} " not in overview] == []
 
 
+@pytest.mark.seconds
 def test_a_word_after_help_finds_its_topics_in_the_order_of_the_help() -> None:
     for word, topic in (("temperature", "SAMPLING"), ("stop_strings=", "LENGTH"), ("tp_size", "PLACEMENT")):
         shown = helped(word)
@@ -204,6 +209,7 @@ def test_a_shell_asks_for_candidates(line: str, candidates: str, monkeypatch: py
     assert (ended.code, ended.err, ended.out.strip()) == (0, "", candidates)
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     ("words", "stderr", "code", "said"),
     [
@@ -225,12 +231,14 @@ def test_a_program_of_which_nobody_reads_a_word_ends_in_silence_and_keeps_its_co
     assert running.returncode == code
 
 
+@pytest.mark.seconds
 def test_standard_output_may_be_closed_from_the_start() -> None:
     command = f"exec {sys.executable} launch/plan.py --help >&-"
     ended = subprocess.run(["bash", "-c", command], cwd=ROOT, stderr=subprocess.PIPE, text=True, check=False)
     assert (ended.returncode, "Traceback" in ended.stderr) == (0, False)
 
 
+@pytest.mark.seconds
 def test_a_mistake_keeps_its_code_where_the_terminal_has_hung_up() -> None:
     words = 'trap "" HUP; kill -STOP $$; "$@"; exit $(($? + 40))'
     with OnTerminal(["bash", "-c", words, "bash", *command(["model=nosuch"])]) as shell:

@@ -38,6 +38,7 @@ def texts(run_dir: Path) -> dict[int, str]:
     return {line["index"]: line["text"] for line in sorted(lines(run_dir), key=lambda line: line["index"])}
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     ("changed", "difference"),
     [
@@ -57,6 +58,7 @@ def test_other_prompts_are_refused_by_the_first_that_differs(
     assert len(recorded(tmp_path)) == 3
 
 
+@pytest.mark.seconds
 def test_prompts_that_follow_the_old_ones_are_completed_and_half_a_character_is_refused(tmp_path: Path) -> None:
     assert complete(tmp_path, "import", "一\x1b").code == 0
     ended = complete(tmp_path, "import", "一\x1b", "class", "from")
@@ -111,6 +113,7 @@ def samples(ended: Ended) -> dict[tuple[int, int], str]:
     return {(line["index"], line["sample"]): line["text"] for line in ended.well().lines}
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
@@ -135,6 +138,7 @@ def test_a_line_whose_text_no_ids_of_the_model_have_is_damaged(
     assert texts(tmp_path / "run")[1] == json.loads(second)["text"]
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("content", ['{"rounds": [], "catch_up_seconds": []}', slow("[NaN]")])
 def test_damaged_costs_are_a_sentence(content: str, tmp_path: Path) -> None:
     words = (*ADAPTIVE, "prompt=import", f"run_dir={tmp_path}/run")
@@ -143,6 +147,7 @@ def test_damaged_costs_are_a_sentence(content: str, tmp_path: Path) -> None:
     launch(*words).check_refusal("round_costs.json of run_dir ", "delete it to measure again")
 
 
+@pytest.mark.seconds
 def test_rows_that_no_prompt_fills_cost_nothing(tmp_path: Path) -> None:
     """So many would not fit; the settings keep what was asked for."""
     (tmp_path / "p.txt").write_text("import\nfrom\n")
@@ -320,6 +325,7 @@ def test_a_run_without_completions_takes_other_files(folder: Path) -> None:
     assert complete_of_other_models(folder).code == 0
 
 
+@pytest.mark.seconds
 def test_a_copy_elsewhere_is_the_same_model(folder: Path) -> None:
     shutil.copytree(folder / "tiny", folder / "copy")
     for file in folder.glob("*/*.*"):

@@ -93,6 +93,7 @@ def test_ranks_above_zero_let_rank_zero_speak_first_and_end_alike(
         assert time.monotonic() - start >= least_s
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     ("error", "code", "num_runs"),
     [
@@ -174,6 +175,7 @@ def test_rank_zero_leaves_the_name_of_its_run_folder_where_a_batch_script_can_re
     assert [named.read_text() for named in tmp_path.glob("folder")] == ["some/run\n"] * (rank == "0")
 
 
+@pytest.mark.seconds
 def test_what_only_some_points_of_a_sweep_read_is_a_warning_at_the_others(launch: Launch) -> None:
     words = ("task=generate", "prompt=import", "speculation.num_draft_tokens=5")
     ended = launch("-m", *words, "draft=none,tiny-draft")
@@ -191,6 +193,7 @@ def test_a_sweep_ends_before_its_next_point_when_somebody_wished_to_stop_in_a_la
     assert launch("-m", "seed=1", stops=True).code == 0
 
 
+@pytest.mark.seconds
 def test_help_tells_every_setting_and_every_option(launch: Launch) -> None:
     shown = launch("--help", "all").out
     keys = {key for key in compose.keys_of(compose.compose([])[0].config) if not key.startswith("draft.model")}

@@ -86,6 +86,7 @@ def test_several_completions_have_names(is_screen: bool) -> None:
     assert "prompt 2 of 3, sample 2 of 2, second" in shown
 
 
+@pytest.mark.seconds
 def test_fields_and_order_reach_standard_output_and_the_records(tmp_path: Path) -> None:
     records = [{"id": f"q{number}", "prompt": "import os" * (3 - number)} for number in range(3)]
     (tmp_path / "p.json").write_text(json.dumps(records))
@@ -123,6 +124,7 @@ PAIR = ("task=compare", "model=tiny", "draft=tiny-draft", "hardware=laptop_cpu")
 ELSEWHERE = ("task=compare", "model=7B", "draft=tinyllama_1B", "hardware=8xa100_80gb")
 
 
+@pytest.mark.seconds
 def test_a_run_is_planned_with_its_own_ranks_and_with_graphs_where_it_captures_them() -> None:
     (config, _), machine = compose_run(*PAIR), hardware.load("laptop_cpu")
     plan = task.plan_of_run(config, world_size=2, machine=machine, lengths=[40])
@@ -158,6 +160,7 @@ def test_the_longest_prompt_is_estimated_from_its_text(words: tuple[str, ...], t
     assert f"about {tokens} + 64 tokens" in " ".join(ended.out.split())
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("words", [(), ("hydra/launcher=slurm", "-m")], ids=["run", "job"])
 def test_prompts_that_the_run_refuses_are_refused_by_its_plan(words: tuple[str, ...], tmp_path: Path) -> None:
     (tmp_path / "long.txt").write_text("def factorial(n):\n" + "import os " * 3000)
@@ -188,6 +191,7 @@ def test_ranks_that_were_not_started_hold_nothing(auto: bool, capsys: pytest.Cap
     assert chosen.layout.ranks == (0, 1, 2, 3)
 
 
+@pytest.mark.seconds
 def test_a_dry_run_says_how_long_its_prompts_and_its_loading_take(capsys: pytest.CaptureFixture[str]) -> None:
     """141 GB of the target, 2.5 of the draft, and 0.5 for each further copy of its embedding."""
     pair = ("model=llama3_70B", "draft=llama3_1B", "hardware=4xh100", "placement=sharded")

@@ -134,6 +134,7 @@ def test_ranks_draft_as_one_does_with_the_collectives_that_are_planned(
         assert comm.sent == {"all_reduce": K * planned, "all_gather": K * (1 + is_cut), "broadcast": 1}
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     ("rule", "of_target", "of_draft"),
     [

@@ -86,6 +86,7 @@ def test_a_drafter_from_outside_drafts(sampling: str, folder: Path) -> None:
     assert json.loads((folder / "run" / "summary.json").read_text())["draft"] == "repeat"
 
 
+@pytest.mark.seconds
 def test_a_drafter_is_checked_and_planned_by_its_record(folder: Path) -> None:
     planned = launch(folder, "draft=repeat", "dry_run=true", "task=generate", plugins="toy_repeat")
     assert planned.returncode == 0, planned.stderr

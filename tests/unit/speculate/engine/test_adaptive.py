@@ -150,6 +150,7 @@ def test_a_draft_that_is_the_target_is_always_accepted_whatever_was_skipped(name
         assert done.accepted_lengths[:-1] == done.draft_lengths[:-1]
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("replay", [True, heavy(False), FakeRecorder()], ids=["traced", "eager", "recorded"])
 @pytest.mark.parametrize("name", first(SCRIPTS, num=2))
 def test_greedy_text_and_coupled_text_do_not_depend_on_the_choices(name: str, replay: Any) -> None:  # noqa: ANN401
@@ -159,6 +160,7 @@ def test_greedy_text_and_coupled_text_do_not_depend_on_the_choices(name: str, re
         assert ids_of(texts(SCRIPTS[name], draft_seed=1, replay=replay, **options)) == expected
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("name", first(SCRIPTS, num=2))
 def test_executors_agree_on_sampled_text(name: str) -> None:
     eager, traced, recorded = (
@@ -167,6 +169,7 @@ def test_executors_agree_on_sampled_text(name: str) -> None:
     assert eager == traced == recorded
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("name", first(SCRIPTS, num=2))
 def test_a_drafter_that_reads_prompts_late_drafts_the_same(name: str) -> None:
     """Two drafters share what is known of their caches, and later prompts begin like earlier ones."""

@@ -38,6 +38,7 @@ def texts(sampling: SamplingConfig, *, draft: PrefixRunner | None = None, **opti
     return {done.request: list(done.token_ids) for done in complete(decoder, REQUESTS)}
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("name", SAMPLINGS)
 def test_a_seed_has_one_text_whatever_drafts(name: str) -> None:
     alone = texts(SAMPLINGS[name])
@@ -83,6 +84,7 @@ def test_the_numbers_of_a_race_are_positive_and_as_fine_as_fp64_near_zero() -> N
     assert float((steps - steps.round()).abs().max()) > 0.1, "as coarse as fp32"
 
 
+@pytest.mark.seconds
 def test_the_winner_of_a_race_has_the_law_of_the_probabilities() -> None:
     """A false alarm has a chance of 1 in 10 000; a law that is off by 2 % of a token's share is missed in 1 of 100."""
     probs_V = torch.tensor([0.4, 0.3, 0.15, 0.1, 0.05], dtype=torch.float64)

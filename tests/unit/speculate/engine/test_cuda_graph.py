@@ -60,6 +60,7 @@ def test_the_first_round_of_a_width_is_not_recorded(shipped: tuple[Runner, Runne
     assert num_recorded == [0, 2, 2]
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("number", [0, 1], ids=["the target's", "the draft's"])
 def test_a_cache_that_another_decoder_has_replaced_is_noticed(number: int, shipped: tuple[Runner, Runner]) -> None:
     recorder = FakeRecorder()
@@ -106,6 +107,7 @@ class Living(FakeRecorder):
         self.num_waited += 1
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("overlaps", first([False, True]), ids=["two stages", "four stages that overlap"])
 def test_a_long_text_drops_the_graphs_of_buckets_that_were_read_long_ago(
     overlaps: bool, monkeypatch: pytest.MonkeyPatch, shipped: tuple[Runner, Runner]

@@ -123,6 +123,7 @@ def test_drafts_and_decisions_are_those_behind_prompts_that_are_read(
     assert num_reused > 50
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("shape", [None, "2x2x1"])
 def test_a_plain_and_a_speculative_decoder_take_turns_on_one_cache(shape: str | None) -> None:
     target, draft = PrefixRunner(), PrefixRunner(seed=1)
@@ -304,6 +305,7 @@ def same_bits(make: Callable[[], Decoder], logits: FirstLogits) -> int:
     return num_reused
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(("batch_size", "shape"), [(1, None), heavy(3, None), heavy(1, "2x2x1")])
 def test_logits_after_a_prompt_have_the_same_bits(
     batch_size: int, shape: str | None, monkeypatch: pytest.MonkeyPatch
@@ -317,6 +319,7 @@ def test_logits_after_a_prompt_have_the_same_bits(
     assert same_bits(make, FirstLogits(monkeypatch)) > 100
 
 
+@pytest.mark.seconds
 def test_logits_on_two_ranks_have_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     build_checkpoint(tmp_path, "llama", **SHARED)
     logits, comms = FirstLogits(monkeypatch), thread_comms(2)
@@ -330,6 +333,7 @@ def test_logits_on_two_ranks_have_the_same_bits(tmp_path: Path, monkeypatch: pyt
     assert one == other > 100
 
 
+@pytest.mark.seconds
 def test_logits_behind_whole_chunks_have_the_same_bits_with_any_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     read_in_chunks(8, monkeypatch)
     target = lean(kernel=PlainLinear)
@@ -371,6 +375,7 @@ def same_texts(make: Callable[[], Decoder]) -> int:
     return sum(reused(found))
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     ("kind", "models", "batch_size"),
     [

@@ -42,6 +42,7 @@ def test_penalties_see_the_tokens_in_flight() -> None:
     assert sum(map(sum, (each.accepted_lengths for each in found))) > 20
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("rule_name", ["speculative", heavy("block")])
 def test_sampled_text_depends_neither_on_the_batch_nor_on_the_ranks(rule_name: str) -> None:
     def texts(num_ranks: int, **options: object) -> list[list[int]]:
@@ -162,6 +163,7 @@ class _Stages(FakeRecorder):
         vars(executor)["run"] = seen
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("fault", ["capture", "allocation"])
 def test_what_one_rank_cannot_replay_no_rank_does(fault: str) -> None:
     """NCCL wants a message to be part of a graph on all of its ranks, or on none."""
@@ -185,6 +187,7 @@ def test_what_one_rank_cannot_replay_no_rank_does(fault: str) -> None:
     assert num_of_draft == 2 or fault == "capture"
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("unrecordable", ["aten::gather", "aten::cumprod"], ids=["in the draft", "in the rule"])
 def test_a_round_that_cannot_be_recorded_keeps_what_is_in_flight(unrecordable: str) -> None:
     options: dict[str, Any] = {"temperature": 0.9, "num_draft_tokens": 4, "batch_size": 2}
@@ -196,6 +199,7 @@ def test_a_round_that_cannot_be_recorded_keeps_what_is_in_flight(unrecordable: s
     assert {name for name, _ in made.executor.failed} == failed
 
 
+@pytest.mark.seconds
 def test_messages_of_one_size_hold_all_that_top_k_leaves_also_of_equal_logits() -> None:
     """The draft draws from just so many tokens, of equal logits some; only these have probabilities."""
 

@@ -229,16 +229,19 @@ def cases(kinds: Sequence[str], modes: Sequence[str], *, light: Sequence[str]) -
     return [lane(place, kind, mode) for (place, kind), mode in product(enumerate(kinds), modes)]
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(("kind", "mode"), cases([*MAKERS], [*MODES], light=("model", *LIGHT)))
 def test_chains(kind: str, mode: str, tmp_path: Path) -> None:
     check_recorded(MAKERS[kind](tmp_path), mode, is_whole=kind != "experts")
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(("kind", "mode"), cases([*TREES], OF_TREES, light=("2x2x1 of a model", "look-up")))
 def test_trees(kind: str, mode: str, tmp_path: Path) -> None:
     check_recorded(TREES[kind](tmp_path), mode)
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     ("num_ranks", "num_targets", "mode"), [heavy(2, 1, "by row"), (2, 1, "sampled"), heavy(3, 2, "by row")]
 )
@@ -253,6 +256,7 @@ def test_rounds_that_overlap_on_ranks(num_ranks: int, num_targets: int, mode: st
     assert on_ranks(thread_comms(num_ranks), one_rank) == [expected] * num_ranks
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("ngram", [False, heavy(True)])
 def test_draws_over_shards(ngram: bool) -> None:
     def made(comm: ThreadComm | None, replay: Any) -> Decoder:  # noqa: ANN401
@@ -301,6 +305,7 @@ def test_taps_that_other_rounds_have_moved_are_an_allocation() -> None:
     assert decoder.round.num_allocations != before
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     ("kind", "stage"),
     [("model", "draft"), ("overlapped", "exchange"), heavy("model", "verify"),

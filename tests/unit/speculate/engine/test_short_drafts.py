@@ -71,6 +71,7 @@ def test_greedy_text_is_plain_text(shape: str | None, batch_size: int) -> None:
     assert ids_of(found) == plain
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("shape", [None, "2x2x1"])
 def test_a_sampled_text_depends_on_no_other_row_and_no_executor(shape: str | None) -> None:
     wanted = ids_of(decoded(shape))

@@ -58,6 +58,7 @@ def test_of_a_draft_that_is_the_target_whole_paths_are_accepted(shape: str, temp
         assert len(each.token_ids) == NUM_NEW
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("shape", first(["2x2x1", "3x2", DYNAMIC]))
 def test_sampled_text_depends_neither_on_the_batch_nor_on_the_executor(shape: str) -> None:
     """Nor do traces depend on the bucket of the cache, which grows here."""
@@ -73,6 +74,7 @@ def test_sampled_text_depends_neither_on_the_batch_nor_on_the_executor(shape: st
     assert texts(batch_size=5, replay=True) == wanted
 
 
+@pytest.mark.seconds
 def test_sampled_text_by_look_up_depends_neither_on_the_batch_nor_on_the_executor() -> None:
     """Nor do traces depend on the number of slots, which the second text makes larger."""
     texts = []
@@ -113,6 +115,7 @@ def test_a_chain_written_as_a_tree_has_the_text_of_a_chain_that_is_verified_as_a
     assert ids_of(as_tree) == ids_of(as_chain)
 
 
+@pytest.mark.seconds
 def test_a_dynamic_tree_accepts_more_than_a_static_one_of_as_many_nodes() -> None:
     """The drafts are certain in both, and of a draft that is nearly right."""
     means = []

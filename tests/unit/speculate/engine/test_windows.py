@@ -27,6 +27,7 @@ def texts(decoder: Decoder) -> list[list[int]]:
     return ids_of(complete(decoder, requests_of(PROMPTS, NUM_NEW)))
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("num_ranks", [slow(1), 2])
 @pytest.mark.parametrize(
     "family", ["mistral", *map(heavy, ("gpt_oss", "gpt_neo")), *map(slow, ("cohere2", "gemma3_text"))]

@@ -218,6 +218,7 @@ def test_a_dropped_request_frees_its_row_for_the_next() -> None:
     assert sorted(ended) == [1, 2]
 
 
+@pytest.mark.seconds
 def test_extreme_settings_have_the_law_of_a_batch_of_their_own() -> None:
     """Every setting at its bounds and far beyond, alone and with each of some others, of logits with minus infinity."""
     temperatures = [0.0, 1e-6, 1.0, 1e38, 1e60, 1e300]

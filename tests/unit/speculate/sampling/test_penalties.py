@@ -131,6 +131,7 @@ def test_tokens_are_counted_up_to_each_position_and_no_further() -> None:
     assert new_BTV[1].tolist() == [[0] * 8, [0, 1, 0, 0, 0, 0, 0, 0]]
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("name", ["biases", heavy("words"), heavy("first tokens"), heavy("all")])
 def test_rounds_with_penalties_are_traced(name: str, caplog: pytest.LogCaptureFixture) -> None:
     target, draft = PrefixRunner(sharpness=1.0), PrefixRunner(seed=1, sharpness=1.0)

@@ -136,6 +136,7 @@ def error_of(make: Callable[[Shard], Rule], *, num_ranks: int, vocab_size: int, 
     return law_error(Together(num_ranks, vocab_size, make), WARM, target=target, **how)
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     ("rule", "ranks_of", "is_certain"),
     [
@@ -177,6 +178,7 @@ class OwnTotals(Shard):
         return weights.sum(-1)
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     ("rule", "faulty"), [("speculative", OwnDenominators), heavy("speculative", OwnTokens), heavy("block", OwnTotals)]
 )
