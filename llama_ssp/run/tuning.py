@@ -41,10 +41,12 @@ def make_ready(
     """
     decoder.make_room(requests)
     round_ = decoder.round
-    in_the_middle = max(len(request.prompt_ids) + request.max_new_tokens // 2 for request in requests)
-    picks = round_.drafters and round_.steps and decoder.picks_rows and decoder.batch_size > 1
-    if picks and decoder.reading_rows == math.inf:
-        decoder.reading_rows = _measure_reading(decoder, comm=comm, num_slots=in_the_middle)
+
+    def in_the_middle() -> int:
+        return max(len(request.prompt_ids) + request.max_new_tokens // 2 for request in requests)
+
+    if round_.drafters and round_.steps and decoder.picks_rows and decoder.reading_rows == math.inf:
+        decoder.reading_rows = _measure_reading(decoder, comm=comm, num_slots=in_the_middle())
     if not (config.speculation.adapts and round_.drafters) or isinstance(decoder.length, AdaptiveLength):
         return
     # Hosts may have measured other pairs, and all ranks must choose alike.
@@ -71,7 +73,7 @@ def make_ready(
 
     content = from_rank_0(comm, kept)
     if content is None:
-        measured = _measure_costs(decoder, choices, comm=comm, num_slots=in_the_middle)
+        measured = _measure_costs(decoder, choices, comm=comm, num_slots=in_the_middle())
         content = from_rank_0(comm, keep)
     decoder.choose_by(AdaptiveLength(_read_costs(content, choices), acceptance=acceptance))
 

@@ -97,10 +97,10 @@ class Case(Protocol):
 
 
 class Placed(NamedTuple):
-    """What a rank saw of one cell: the ids of each text, and how many bytes arrived in a round."""
+    """What a rank saw of one cell: the ids of each text, and how many bytes arrived in rounds of numbers of rows."""
 
     texts: list[list[int]]
-    round_bytes: set[int]
+    round_bytes: set[tuple[int, int]]
 
 
 @dataclass(frozen=True)
@@ -201,12 +201,12 @@ class Cell:
         least_bytes = 0 if self.batch_size > 1 else engine.LEAST_SHARED_BYTES
         with patch.object(engine, "LEAST_SHARED_BYTES", least_bytes):  # the shipped vocabulary is small
             decoder = build_decoder(models, config, speculative=True)
-        round_bytes, step = set[int](), decoder.round.step
+        round_bytes, step = set[tuple[int, int]](), decoder.round.step
 
         def counted(*arguments: Any, **named: Any) -> object:
             before = counting.arrived[0]
             result = step(*arguments, **named)
-            round_bytes.add(counting.arrived[0] - before)
+            round_bytes.add((len(arguments[1].lengths_B), counting.arrived[0] - before))
             return result
 
         decoder.round.step = counted  # type: ignore[method-assign, assignment]

@@ -125,7 +125,9 @@ class Decoder:
         self.is_cuda = round_.target.device.type == "cuda"
         self.clock = EventClock() if self.is_cuda else HostClock()
         self.lag = 1 if self.is_cuda else 0
-        self.picks_rows = reuse.any_length and not (self.executor.replays_addresses or round_.verifier.is_split)
+        self.picks_rows = (
+            batch_size > 1 and reuse.any_length and not (self.executor.replays_addresses or round_.verifier.is_split)
+        )
         self.space = BatchSpace(round_, self.executor, batch_size=batch_size, reuse=reuse)
         self.rounds_s, self.num_rounds, self.reading_rows = 0.0, 0, math.inf
         self.stopped = False
@@ -276,7 +278,7 @@ class Decoding:
     def _launch(self, in_flight: Law) -> tuple[Hashable, Law]:
         """Launch a round; returns what it computes, and the law of tokens in flight after it."""
         assert self._state, "a round has rows"
-        rows, choice = self._next()
+        rows, choice = self._next() if self.decoder.picks_rows else (None, self._choose())
         state, owners = self._state, [*self.rows.owners]
         lengths = [len(owner.request.prompt_ids) + len(owner.token_ids) for owner in owners if owner]
         if rows is None:  # a round of all rows writes into vacant ones too, and after the texts that are read
@@ -289,7 +291,8 @@ class Decoding:
             num_live = len({*rows})
             owners = [owners[row] if place < num_live else None for place, row in enumerate(rows)]
             state = state.some(to_device(rows, state.lengths_B.device))
-        self._use_steps([owner.request for owner in owners if owner])
+        if self.round.steps:
+            self._use_steps([owner.request for owner in owners if owner])
         known = max(lengths)
         unread = sum([pending.choice.num_tokens + 1 for pending in self._pending]) if self._pending else 0
         bucket = self.space.buckets.covering(known + unread + choice.num_tokens + 1 + self.round.num_ahead)
@@ -311,8 +314,6 @@ class Decoding:
         that all of its positions would take in these rows too.
         """
         decoder, owners = self.decoder, self.rows.owners
-        if not decoder.picks_rows:
-            return None, self._choose()
         live = [row for row, owner in enumerate(owners) if owner]
         plain = [row for row, owner in enumerate(owners) if owner and owner.request.num_draft_tokens == 0]
         if self._num_owed and 0 < len(plain) < len(live):
@@ -375,7 +376,7 @@ class Decoding:
             owner.request.num_draft_tokens == 0 or self._outgrew(owner, choice) for owner in self.rows.decoding
         ):
             return DraftChoice(0)  # no row will be drafted for again, so that nothing is skipped
-        if self.round.may_shorten and self.round.steps:
+        if self.round.steps and self.round.may_shorten:
             mosts = [owner.request.num_draft_tokens for owner in self.rows.decoding]
             longest = max(choice.num_tokens if most is None else most for most in mosts)
             choice = choice._replace(num_tokens=min(choice.num_tokens, longest))

@@ -113,9 +113,9 @@ def test_a_rank_with_the_head_alone_gets_the_taps_of_what_is_new(
     runner = loaded(target)
     shared, share = list[int](), Taps.share
 
-    def counting(self: Taps, positions_BT: Tensor, *given: Any, comm: Comm, src: int) -> None:
-        shared.extend([positions_BT.numel()] * (comm.rank > 0 and bool(given)))  # of prompts
-        share(self, positions_BT, *given, comm=comm, src=src)
+    def counting(self: Taps, positions_BT: Tensor, rows_B: Tensor | None = None, *, comm: Comm, src: int) -> None:
+        shared.extend([positions_BT.numel()] * (comm.rank > 0 and rows_B is not None))  # of prompts
+        share(self, positions_BT, rows_B, comm=comm, src=src)
 
     def one_rank(comm: Any, reuses: bool) -> list[list[int]]:  # noqa: ANN401
         taps = Taps(origin.layers, width=width, dtype=torch.float32, device=torch.device("cpu"))
