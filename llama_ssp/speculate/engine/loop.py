@@ -288,8 +288,7 @@ class Decoding:
                 state.vacate(row, length=length)
             lengths += self.rows.reserved.values()
         else:
-            num_live = len({*rows})
-            owners = [owners[row] if place < num_live else None for place, row in enumerate(rows)]
+            owners = [owners[row] for row in rows]
             state = state.some(to_device(rows, state.lengths_B.device))
         if self.round.steps:
             self._use_steps([owner.request for owner in owners if owner])
@@ -302,8 +301,10 @@ class Decoding:
             self.decoder.executor, state, in_flight, choice=choice, bucket=bucket, clock=self.decoder.clock,
             constraints=self._constraints_of(owners) if self.round.masks else (),
         )  # fmt: skip
-        if state is not self._state:
+        if rows is not None:  # one that was there again has the same result
             self._state.take(state)
+            num_live = len({*rows})
+            owners[num_live:] = [None] * (len(rows) - num_live)
         self._pending.append(Launched.of(result, owners, choice, is_prefill=False))
         return (choice, bucket, len(owners)), following if choice.num_tokens else in_flight
 

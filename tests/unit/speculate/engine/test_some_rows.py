@@ -134,6 +134,19 @@ def mixed(mosts: Sequence[int | None] = MOSTS, temperature: float = 0.8) -> list
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    "setting", [{"top_p": 0.5}, {"min_p": 0.4}, {"repetition_penalty": 1.9}, {"logit_bias": {3: 2.0}}]
+)
+def test_a_row_that_fills_up_a_round_has_its_settings_there_too(setting: dict[str, Any]) -> None:
+    """The first of five rows is computed twice, and counts twice where rows with settings are picked."""
+    own, plain = SamplingConfig(temperature=0.9, **setting), SamplingConfig(temperature=0.9)
+    wanted = [replace(each, sampling=own if each.index < 2 else plain) for each in requests()]
+    some, whole = (mixed_decoder(batch_size=8, eos_ids=[]) for _ in range(2))
+    whole.picks_rows, sizes = False, sizes_of(some)
+    assert outcome(in_turn(some, wanted, most=5)) == outcome(in_turn(whole, wanted, most=5))
+    assert 6 in sizes
+
+
 @pairs(
     kind=["model", "overlapped", "ngram", "other tokenizer"],
     replay=[False, True],
