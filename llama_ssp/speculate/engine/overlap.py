@@ -132,6 +132,8 @@ class OverlappedRound(Round):
         first = following.first()
         draws, rule = self._draws(state, uniforms_BN, following, num_tokens), self.verifier.rule
         most_B1 = self._most(longest, state)
+        if most_B1 is not None:  # the first token of the block that follows is no accepted one, and has no law after it
+            most_B1 = most_B1.masked_fill(most_B1 > state.ahead_B[:, None], num_tokens + 1)
 
         def verdict() -> tuple[Verdict, None]:
             found = verify_ahead(rule, in_flight, first, target_BKV, ahead_B=state.ahead_B, draws=draws)

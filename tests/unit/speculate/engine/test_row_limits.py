@@ -8,8 +8,7 @@ import torch
 from llama_ssp.settings.schema import SamplingConfig
 from llama_ssp.speculate.engine.completion import RowCompletion
 from llama_ssp.speculate.engine.state import Request
-from tests.helpers.decoders import make_decoder
-from tests.helpers.kinds import near_pair
+from tests.helpers.kinds import KINDS
 from tests.helpers.recorded import WatchedGraphs
 
 BY_ROW = SamplingConfig(temperature=1.0, by_row=True)
@@ -18,14 +17,11 @@ ROWS = (None, 0, 1, 2, 0)
 
 @torch.inference_mode()
 def decoded(
-    limits: tuple[int | None, ...] = ROWS, *, drafts: bool = True, temperature: float = 0.8, **options: Any
+    limits: tuple[int | None, ...] = ROWS, *, kind: str = "model", temperature: float = 0.8, **options: Any
 ) -> list[RowCompletion]:
     """One completion for each limit, of prompts of their own, all by one batch."""
-    target, draft = near_pair(1.0)
-    decoder = make_decoder(
-        target, draft if drafts else None, sampling=BY_ROW, num_draft_tokens=4, batch_size=options.pop("batch_size", 5),
-        **options,
-    )  # fmt: skip
+    options = {"sampling": BY_ROW, "batch_size": 5} | options
+    decoder = KINDS[kind](1.0, **options)
     sampling = SamplingConfig(temperature=temperature)
     requests = [
         Request(
@@ -49,9 +45,10 @@ def ids_of(found: list[RowCompletion]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(("rule", "temperature"), [("speculative", 0.0), ("block", 0.0), ("coupled", 0.8)])
-def test_a_text_that_no_draft_changes_is_the_same_with_any_number(rule: str, temperature: float) -> None:
-    found = decoded(rule_name=rule, temperature=temperature)
-    assert ids_of(found) == ids_of(decoded(drafts=False, rule_name=rule, temperature=temperature))
+@pytest.mark.parametrize("kind", ["model", "overlapped"])
+def test_a_text_that_no_draft_changes_is_the_same_with_any_number(rule: str, temperature: float, kind: str) -> None:
+    found = decoded(kind=kind, rule_name=rule, temperature=temperature)
+    assert ids_of(found) == ids_of(decoded(kind="none", rule_name=rule, temperature=temperature))
     assert sum(found[0].accepted_lengths) > 10
 
 
