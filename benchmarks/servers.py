@@ -4,8 +4,8 @@
 
 Clients send the same bodies by HTTP to all of them. vLLM takes part where `benchmarks.vllm_peer` finds its
 interpreter, and llama.cpp where `benchmarks.llama_server` does and FILE is the target, written by
-`benchmarks.llama_cpp` with its vocabulary. Every server has rows for the most clients; llama-ssp, whose rounds compute
-all of its rows, also has servers with as many rows as clients.
+`benchmarks.llama_cpp` with its vocabulary. Every server has rows for the most clients; llama-ssp also has servers
+with as many rows as clients.
 """
 
 import argparse
