@@ -332,7 +332,7 @@ class FromPython:
     num_ranks: int = 2
 
     def see(self, world: World, folder: Path) -> tuple[list[list[int]], list[float], list[str]]:  # noqa: ARG002 - shipped
-        staged = PlacementConfig(target=TargetPlacement(stages=2))
+        staged = PlacementConfig(target=TargetPlacement(stages=2, groups=2))
         placement = staged if self.placement == "stages" else self.placement
         pair = load("tiny", "tiny-draft", device="cpu", placement=placement)
         found = pair.generate(["import os\n", "def f(x):"], max_new_tokens=12, seed=1, logprobs=2)
