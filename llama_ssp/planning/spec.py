@@ -138,7 +138,12 @@ class PlanSpec:
     num_groups: int | None = None
     own_sums: bool = False
     known_by: tuple[FindAcceptance, ...] = ()
-    kernels: engine.Kernels = engine.ENGINE_KERNELS
+    other_kernels: engine.Kernels | None = None
+
+    @property
+    def kernels(self) -> engine.Kernels:
+        """The kernels of this engine on the device, or of another engine."""
+        return self.other_kernels or (engine.CPU_KERNELS if self.device == "cpu" else engine.ENGINE_KERNELS)
 
     @cached_property
     def drafts(self) -> bool:

@@ -313,12 +313,13 @@ class CostModel:
     def plain_s(self) -> float:
         """One plain token."""
         drawn_s = self.forward(self.target, 1).total_s + self.draw_s(self.target)
-        return drawn_s + self.agree_s(0, "verdict")
+        return drawn_s + self._kernels_s(self.spec.kernels.plain, 0, 0) + self.agree_s(0, "verdict")
 
     def draft_step_s(self, num_positions: int) -> float:
         """One draft forward and its draw."""
         assert self.draft, "priced only where there is a draft"
-        return self.forward(self.draft, num_positions).total_s + self.draw_s(self.draft)
+        more_s = self._kernels_s(self.spec.has_head * self.spec.kernels.head, 0, 0)
+        return self.forward(self.draft, num_positions).total_s + self.draw_s(self.draft) + more_s
 
     def verdict_s(self, num_draft_tokens: int) -> float:
         """The rule of a round, and the messages before and after it."""

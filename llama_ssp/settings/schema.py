@@ -62,6 +62,11 @@ class DrafterConfig:
         "{free_drafts}.",
     )
 
+    @property
+    def ends_early(self) -> bool:
+        """Whether a draft says how many of its tokens count (`sampling.draft.Draft`), so that ranks send that."""
+        return False
+
 
 class ExpertParts(Enum):
     """Shares of a layer's experts on a rank: some units of each, or some experts whole."""

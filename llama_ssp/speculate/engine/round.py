@@ -175,6 +175,8 @@ class Round:
         for drafting in behind:
             drafted = executor.run(drafting, state)
             clock.add("draft")
+            if isinstance(drafted[1].num_B1, Tensor) and not constraints and self._reads_ends(executor):
+                choice, drafted = self._without_uncounted(choice, *drafted)
         if constraints:
             how: Any = {"choice": choice, "behind": behind, "drafted": drafted, "bucket": bucket}
             result = self._constrained(executor, state, constraints, **how)
@@ -182,6 +184,20 @@ class Round:
             result = executor.run(self.verify_stage(choice, *behind, bucket=bucket), state, *drafted)
         clock.add("verify")
         return result, POINT_MASS
+
+    def _reads_ends(self, executor: Executor) -> bool:
+        """Whether the host reads where drafts end, so that a round verifies no more than the longest one."""
+        return self.may_shorten and self.target.device.type == "cpu" and not executor.replays_addresses
+
+    def _without_uncounted(
+        self, choice: DraftChoice, uniforms_BN: Tensor, draft: Draft
+    ) -> tuple[DraftChoice, tuple[Any, ...]]:
+        """The round without the tokens that count in no row."""
+        assert isinstance(draft.num_B1, Tensor)
+        number = min(int(draft.num_B1.max()), choice.num_tokens)
+        if number < choice.num_tokens:
+            draft = draft.first(number)
+        return choice._replace(num_tokens=number), (uniforms_BN, draft) if number else ()
 
     def _constrained(
         self, executor: Executor, state: BatchState, constraints: Sequence[Constraint | None], *, choice: DraftChoice,
@@ -255,12 +271,15 @@ class Round:
     ) -> Tensor:  # fmt: skip
         """Let the rule accept a path of a scored draft, and commit that."""
         context, bits_BWX = self._context(state, num_drafted=num_tokens), None
+        most_B1 = self._most(longest, state)
+        if isinstance(draft.num_B1, Tensor):
+            most_B1 = draft.num_B1 if most_B1 is None else most_B1.minimum(draft.num_B1)
         if has_masks and self.masks:
             bits_BWX = self.masks.bits_BTX[: len(uniforms_BN), : num_tokens + 1]
         forced = self.verifier.forced
         decision = self.verifier.verify(
             draft, *self.verifier.process(logits_BWV, context, bits_BWX),
-            draws=self._draws(state, uniforms_BN, draft, num_tokens), most_B1=self._most(longest, state),
+            draws=self._draws(state, uniforms_BN, draft, num_tokens), most_B1=most_B1,
             forced_B1=forced.lengths(state.lengths_B - state.prompt_lengths_B) if forced else None,
         )  # fmt: skip
         return state.commit(*self._follow(state, draft, decision))
@@ -312,7 +331,7 @@ class Round:
     def _follow(self, state: BatchState, draft: Draft, decision: Decision) -> tuple[Decision, Tensor]:
         """Move the accepted path of a tree to follow the text; returns the decision on this chain, and its tokens."""
         if not isinstance(draft.nodes, Topology):
-            return decision, draft.ids_BK
+            return decision, draft.told_ids
         lengths_B1 = state.lengths_B[:, None]
         num_accepted_B1, path_BD = draft.nodes.path_to(decision.node_B1)
         from_BD, to_BD = lengths_B1 - 1 + path_BD, lengths_B1 + self._steps_D
