@@ -90,6 +90,11 @@ class TargetPlacement:
     layers: list[int] | None = setting(
         None, "layers of each stage, such as [21,19]; null shares them out so that all stages take about as long."
     )
+    groups: int | None = setting(
+        None,
+        "parts of a batch that follow each other through stages, so that several of these work at a time; null takes "
+        "the number whose forecast is the fastest, and 1 in the library.",
+    )
     experts: ExpertParts = setting(
         ExpertParts.cut,
         "with tensor, each rank holds some units of every expert (cut), or whole experts (spread), as many as the "

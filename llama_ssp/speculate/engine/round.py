@@ -33,9 +33,10 @@ import torch
 from torch import Tensor
 
 from llama_ssp.architectures.engine import SHORT_PROMPTS
+from llama_ssp.architectures.matrices import split_blocks
 from llama_ssp.models.cache import StaticCache, Taps
 from llama_ssp.models.prefill import Buckets, Prompts, ShortForwards, read_prompts
-from llama_ssp.models.runner import Runner
+from llama_ssp.models.runner import Runner, TreePlaces
 from llama_ssp.models.upload import to_device
 from llama_ssp.speculate.drafters.drafter import Drafter, Remembering, TreeTables
 from llama_ssp.speculate.drafters.limited import DraftLimit
@@ -122,10 +123,12 @@ class Round:
         steps: steps that rows need now; None if all rows have the settings of the run.
         tree: of the drafts; None for chains. With a tree, text tokens are read by its mask too, not as a prompt's are.
         masks: of rows with constraints; None if no row may have one.
+        num_groups: of rows, which follow each other through the stages of the target's layers.
     """
 
     has_bonus = True
     num_ahead = 0
+    num_groups = 1
 
     def __init__(
         self, target: Runner, *drafters: Drafter, verifier: Verifier, taps: Taps | None = None,
@@ -288,9 +291,7 @@ class Round:
         taken_B = None
         if self.target.is_recurrent:  # none in rows that ended, or whose prompt is being read
             taken_B = (state.lengths_B < state.limits_B) * (num_drafted + 1)
-        logits_BWV = self.target.forward(
-            ids_BW, positions_BW, bucket=bucket, cache_rows_B=state.rows.places, taps=self.taps, taken_B=taken_B
-        )
+        logits_BWV = self._forward(state, ids_BW, positions_BW, bucket=bucket, taken_B=taken_B)
         return logits_BWV, self._context(state, num_drafted=num_drafted)
 
     def _context(self, state: BatchState, *, num_drafted: int) -> Context | None:
@@ -304,9 +305,28 @@ class Round:
         root_B1 = state.lengths_B[:, None] - 1
         positions_BW, places = self._nodes.places(root_B1, 0, nodes.depths_BT, nodes.ancestors_BTT, bucket=bucket)
         ids_BW = torch.cat([state.tokens_BS.gather(1, root_B1), ids_BN], dim=1)
-        return self.target.forward(
-            ids_BW, positions_BW, bucket=bucket, cache_rows_B=state.rows.places, taps=self.taps, tree=places
-        )
+        return self._forward(state, ids_BW, positions_BW, bucket=bucket, tree=places)
+
+    def _forward(
+        self, state: BatchState, ids_BW: Tensor, positions_BW: Tensor, *, bucket: int, taken_B: Tensor | None = None,
+        tree: TreePlaces | None = None,
+    ) -> Tensor:  # fmt: skip
+        """The target's logits, group after group, so that each stage of its layers reads while others read others."""
+        rows_B, num_rows = state.rows.places, len(ids_BW)
+        num_groups = min(self.num_groups, num_rows)
+        if num_groups > 1 and rows_B is None:
+            rows_B = torch.arange(num_rows, device=ids_BW.device)
+        found = []
+        for group in split_blocks(num_rows, num_groups):
+            rows = slice(group.start, group.stop) if num_groups > 1 else slice(None)
+            found.append(
+                self.target.forward(
+                    ids_BW[rows], positions_BW[rows], bucket=bucket,
+                    cache_rows_B=None if rows_B is None else rows_B[rows], taps=self.taps,
+                    tree=tree and tree.of_rows(rows), taken_B=None if taken_B is None else taken_B[rows],
+                )
+            )  # fmt: skip
+        return found[0] if num_groups == 1 else torch.cat(found)
 
     def _follow(self, state: BatchState, draft: Draft, decision: Decision) -> tuple[Decision, Tensor]:
         """Move the accepted path of a tree to follow the text; returns the decision on this chain, and its tokens."""
