@@ -121,7 +121,7 @@ def test_drafts_end_where_the_class_of_speculators_estimates(tmp_path: Path) -> 
     with torch.no_grad():  # estimates that depend on the token before
         head.confidence_head.proj.weight[:, WIDTH:] *= 20
     head.save_pretrained(tmp_path / "head")
-    decode(tmp_path, kind=partial(drafter_of, seen=seen), batch_size=2, replay=False)
+    decode(tmp_path, kind=partial(drafter_of, seen=seen), batch_size=2, replay=False, num_drafted=NUM_DRAFTED + 1)
     assert check_ends(seen, library, LAYERS, partial(speculator_logits, head, at_anchor=True, of_confidence=True)) > 5
     assert len({num for _, _, num in seen}) >= 3
 
