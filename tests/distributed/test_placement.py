@@ -9,6 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from llama_ssp.planning.collectives import round_messages
 from llama_ssp.planning.spec import make_spec
+from llama_ssp.settings.layout import lay_out
 from llama_ssp.storage.formats import formats
 from llama_ssp.weights import hub
 from tests.distributed.cells import ALONE, CELLS, each_of
@@ -58,11 +59,11 @@ def check_bytes(case: Cell, pairs: Path, seen: Seen) -> None:
 
 
 def check_hops(case: Cell, seen: Seen) -> None:
-    """Each rank but those of the first stage gets a message for each group of rows, and one if there are no groups."""
-    num_later = len(case.target) // case.stages * (case.stages - 1)
+    """Each rank of all stages but the first gets a message for each group of rows, or one where there are no groups."""
+    layout = lay_out(case.config(Path()).placement, world_size=case.num_ranks, has_draft=bool(case.draft))
+    later, number = {rank for ranks in layout.stages[1:] for rank in ranks}, case.groups or 1
     for rank, placed in enumerate(seen(case)):
-        number = case.groups or 1
-        assert placed.hops == {(rows, min(number, rows) * (rank < num_later)) for rows, _ in placed.hops}
+        assert placed.hops == {(rows, min(number, rows) * (rank in later)) for rows, _ in placed.hops}
 
 
 @pytest.mark.seconds

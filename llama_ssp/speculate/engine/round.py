@@ -128,12 +128,13 @@ class Round:
 
     has_bonus = True
     num_ahead = 0
-    num_groups = 1
 
     def __init__(
         self, target: Runner, *drafters: Drafter, verifier: Verifier, taps: Taps | None = None,
         tree: Tree | None = None, limit: DraftLimit | None = None, has_masks: bool = False,
+        num_groups: int = 1,
     ) -> None:  # fmt: skip
+        self.num_groups = num_groups
         self.target, self.taps, self.tree, self.limit = target, taps, tree, limit
         self.drafters = drafters
         self.verifier, self.steps = verifier, verifier.rule.steps
