@@ -353,7 +353,7 @@ def build_decoder(
     else:
         round_ = Round(
             models.target, *drafters, verifier=verifier, taps=taps, tree=tree, limit=limit,
-            has_masks=has_masks,
+            has_masks=has_masks, num_groups=config.placement.target.groups or 1,
         )  # fmt: skip
     vocabulary = models.request_maker.vocabulary
     constraint_of(config.sampling, vocabulary)  # refused before any text begins

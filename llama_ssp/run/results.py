@@ -57,7 +57,7 @@ def finalize(session: Session) -> None:
     baseline = config.place.baseline if config.place else None
     placement: dict[str, Any] = {
         "target": {"kind": kind, "ranks": [*ranks], "tp_size": len(layout.scoring_ranks)}
-        | ({"stages": stages} if stages > 1 else {})
+        | ({"stages": stages, "groups": config.placement.target.groups or 1} if stages > 1 else {})
     }
     if ranks := layout.draft_ranks:
         tp_size = 1 if layout.splits_batch else len(ranks)

@@ -62,6 +62,11 @@ class DrafterConfig:
         "{free_drafts}.",
     )
 
+    @property
+    def ends_early(self) -> bool:
+        """Whether a draft says how many of its tokens count (`sampling.draft.Draft`), so that ranks send that."""
+        return False
+
 
 class ExpertParts(Enum):
     """Shares of a layer's experts on a rank: some units of each, or some experts whole."""
@@ -84,6 +89,11 @@ class TargetPlacement:
     )
     layers: list[int] | None = setting(
         None, "layers of each stage, such as [21,19]; null shares them out so that all stages take about as long."
+    )
+    groups: int | None = setting(
+        None,
+        "parts of a batch that follow each other through stages, so that several of these work at a time; null takes "
+        "the number whose forecast is the fastest, and 1 in the library.",
     )
     experts: ExpertParts = setting(
         ExpertParts.cut,

@@ -61,7 +61,8 @@ def attend_latents(
     scores_BQS = rotated_BHTP.flatten(1, 2) @ rotary_BSP.transpose(1, 2)
     scores_BQS.baddbmm_(queries_BQR, latents_BSR.transpose(1, 2), beta=scaling, alpha=scaling)
     scores_BHTS = scores_BQS.unflatten(1, (num_heads, num_positions)).add_(attention_mask)
-    weights_BQS = scores_BHTS.softmax(-1, dtype=torch.float32).to(query.dtype).flatten(1, 2)
+    at_least_fp32 = torch.promote_types(query.dtype, torch.float32)
+    weights_BQS = scores_BHTS.softmax(-1, dtype=at_least_fp32).to(query.dtype).flatten(1, 2)
     attended_BHTR = (weights_BQS @ latents_BSR).unflatten(1, (num_heads, num_positions))
     attended_BHTV = by_rows(by_heads(attended_BHTR) @ values_HVR.transpose(1, 2))
     return attended_BHTV.transpose(1, 2), None

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from functools import partial
-from itertools import product
 from math import log
 from typing import Any, NamedTuple
 
@@ -12,10 +11,8 @@ from torch import Tensor
 
 from llama_ssp.kernels.recurrence import Steps, recur
 from llama_ssp.models.states import LayerState, StateCache, StateView
-from llama_ssp.settings.schema import SamplingConfig, VerificationConfig
-from llama_ssp.speculate.sampling.rules import make_rule
-from tests.helpers.exact_law import round_verdicts
-from tests.helpers.table_models import TableModel, joint_law, random_table
+from tests.helpers.rolled_back import LENGTH, Forward, K, V, code, text_law, wanted_law
+from tests.helpers.table_models import random_table
 
 CPU = torch.device("cpu")
 H, N, P, C, WIDTH = 2, 3, 4, 5, 4
@@ -108,12 +105,6 @@ def test_rows_read_the_state_and_the_window_of_their_position_wherever_a_forward
     assert lengths.max() > 2 * num_kept
 
 
-V, K, LENGTH = 3, 2, 3
-PATHS = [*product(range(V), repeat=K)]
-Course = tuple[tuple[tuple[int, ...], int, int], ...]
-"""Rounds: drafted tokens, how many are accepted, and the next token."""
-
-
 class CountingModel:
     """A model whose state is the number of its prefix in base V, and whose logits also look at the last two tokens."""
 
@@ -126,8 +117,12 @@ class CountingModel:
         before, newest = [0, 0, *(token + 1 for token in ids)][-2:]
         return self.tables[len(ids)][0, code(ids)] + self.of_newest[before, newest]
 
-    def forward(self, cache: StateCache, ids_BT: Tensor, positions_BT: Tensor, taken_B: Tensor) -> Tensor:
-        """Logits (B, T, V), through the states; the token at position 0 stands for none."""
+    def start(self, num_rows: int) -> Forward:
+        """See `rolled_back.RolledBack`."""
+        states = [LayerState(0, 1, 2, (1, 1, 1), CPU)]
+        return partial(self._forward, StateCache(states, batch_size=num_rows, num_kept=K + 1, dtype=torch.float32))
+
+    def _forward(self, cache: StateCache, ids_BT: Tensor, positions_BT: Tensor, taken_B: Tensor) -> Tensor:
         view = cache.view(positions_BT, taken_B=taken_B, cache_rows_B=None)
         digits_BT = torch.where(positions_BT > 0, ids_BT, 0).float()
         x_BTC = view.with_inputs_before(0, torch.where(positions_BT > 0, digits_BT + 1, 0)[..., None]).long()
@@ -143,67 +138,9 @@ class CountingModel:
         return torch.stack(found) + self.of_newest[x_BTC[:, :-1, 0], x_BTC[:, 1:, 0]]
 
 
-def code(ids: Sequence[int]) -> int:
-    return sum(token * V**place for place, token in enumerate(reversed(ids)))
-
-
-def text_of(course: Course) -> tuple[int, ...]:
-    return tuple(token for path, accepted, following in course for token in (*path[:accepted], following))
-
-
-def replayed(model: CountingModel, courses: Sequence[Course]) -> TableModel:
-    """The logits of a round behind each course, for every draft: rows go through the rounds together, and then rest."""
-    rows = [(course, path) for course in courses for path in PATHS]
-    cache = StateCache([LayerState(0, 1, 2, (1, 1, 1), CPU)], batch_size=len(rows), num_kept=K + 1, dtype=torch.float32)
-    logits_BTV = torch.zeros(len(rows), K + 1, V, dtype=torch.float64)
-    for number in range(max(map(len, courses)) + 1):
-        texts = [text_of(course[:number]) for course, _ in rows]
-        drafts = [course[number][0] if number < len(course) else path for course, path in rows]
-        ids_BT = torch.tensor(
-            [[*text[-1:], *[0] * (not text), *path] for text, path in zip(texts, drafts, strict=True)]
-        )
-        positions_BT = torch.tensor([[len(text)] for text in texts]) + torch.arange(K + 1)
-        counts_B = torch.tensor([number <= len(course) for course, _ in rows])
-        found_BTV = model.forward(cache, ids_BT, positions_BT, counts_B * (K + 1))
-        logits_BTV = torch.where(counts_B[:, None, None], found_BTV, logits_BTV)
-    by_path = logits_BTV.view(len(courses), len(PATHS), K + 1, V)
-    return TableModel(tuple(by_path[:, :: V ** (K - place), place] for place in range(K + 1)))
-
-
-def text_law() -> Tensor:
-    """The law (V^LENGTH) of the first tokens of a text, over all courses of rounds, most of which roll back."""
-    rule, model = make_rule(SamplingConfig(temperature=1.0), VerificationConfig()), CountingModel()
-    drafts = random_table(seed=3, num_tables=1, max_length=LENGTH + K, vocab_size=V).logits
-    masses: dict[Course, float] = {(): 1.0}
-    law = torch.zeros(V**LENGTH, dtype=torch.float64)
-    while masses:
-        courses = [*masses]
-        tables = []
-        for place in range(K):
-            firsts = [(len(text), code(text) * V**place) for text in map(text_of, courses)]
-            tables.append(torch.stack([drafts[number + place][0, at : at + V**place] for number, at in firsts]))
-        _, law_GN, verdicts_GNTV = round_verdicts(rule, replayed(model, courses), TableModel(tuple(tables)), K)
-        longer: dict[Course, float] = {}
-        for place, number, accepted, token in (law_GN[..., None, None] * verdicts_GNTV).nonzero().tolist():
-            course = (*courses[place], (PATHS[number], accepted, token))
-            mass = masses[courses[place]] * float(law_GN[place, number] * verdicts_GNTV[place, number, accepted, token])
-            if len(text := text_of(course)) >= LENGTH:
-                law[code(text[:LENGTH])] += mass
-            else:
-                longer[course] = mass
-        masses = longer
-    return law
-
-
-def wanted_law() -> Tensor:
-    model = CountingModel()
-    by_length = [[model.logits(ids) for ids in product(range(V), repeat=length)] for length in range(LENGTH)]
-    return joint_law(tuple(torch.stack(logits)[None].softmax(-1) for logits in by_length))[0]
-
-
 @pytest.mark.seconds
 def test_a_text_whose_states_roll_back_has_the_law_of_its_model() -> None:
-    assert (text_law() - wanted_law()).abs().max() < 1e-12
+    assert (text_law(CountingModel()) - wanted_law(CountingModel())).abs().max() < 1e-12
 
 
 @pytest.mark.seconds
@@ -226,4 +163,4 @@ def test_a_lost_rollback_or_window_changes_the_law(monkeypatch: pytest.MonkeyPat
         vars(view).update(_input_rows=(is_before_BW1, *others), _state_rows=(is_new_B, read_B, written_M))
 
     monkeypatch.setattr(StateView, "__init__", planted)
-    assert (text_law() - wanted_law()).abs().max() > 1e-3
+    assert (text_law(CountingModel()) - wanted_law(CountingModel())).abs().max() > 1e-3
