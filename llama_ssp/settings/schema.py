@@ -306,6 +306,11 @@ class RunConfig:
         0,
         "rows that keep texts which have ended: prompts that begin alike are read once.",
     )
+    reproducible: bool = setting(
+        False,
+        "true ends a run at its start unless the bits of every logit are the same for any draft, K, batch and number "
+        "of threads; runs that have this without asking say so in summary.json.",
+    )
     num_samples: int = setting(1, "completions per prompt.")
     seed: int = setting(
         0,
