@@ -92,8 +92,8 @@ class TargetPlacement:
     )
     groups: int | None = setting(
         None,
-        "parts of a batch that follow each other through stages, so that several of these work at a time; null takes "
-        "the number whose forecast is the fastest, and 1 in the library.",
+        "parts of a batch, of a row each at least, that follow each other through stages, so that several of these "
+        "work at a time; null takes the number whose forecast is the fastest, and 1 in the library.",
     )
     experts: ExpertParts = setting(
         ExpertParts.cut,
