@@ -92,8 +92,8 @@ class TargetPlacement:
     )
     groups: int | None = setting(
         None,
-        "parts of a batch that follow each other through stages, so that several of these work at a time; null takes "
-        "the number whose forecast is the fastest, and 1 in the library.",
+        "parts of a batch, of a row each at least, that follow each other through stages, so that several of these "
+        "work at a time; null takes the number whose forecast is the fastest, and 1 in the library.",
     )
     experts: ExpertParts = setting(
         ExpertParts.cut,
@@ -305,6 +305,11 @@ class RunConfig:
     spare_rows: int = setting(
         0,
         "rows that keep texts which have ended: prompts that begin alike are read once.",
+    )
+    reproducible: bool = setting(
+        False,
+        "true ends a run at its start unless the bits of every logit are the same for any draft, K, batch and number "
+        "of threads; runs that have this without asking say so in summary.json.",
     )
     num_samples: int = setting(1, "completions per prompt.")
     seed: int = setting(
