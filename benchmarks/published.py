@@ -133,7 +133,7 @@ def job(
         vocabulary=VOCABULARIES.of("own" if draft == "gpt_neo_1.3B" else "same"), target_ranks=ranks,
         draft_kind=DraftLayout[kind], draft_ranks=(ranks if kind == "sharded" else ranks[:1]) if draft else (),
         num_draft_tokens=4, acceptance=None, batch_size=1, prompt_tokens=5, max_new_tokens=200, cuda_graphs=not eager,
-        device="cuda", kernels=OTHER_ENGINES,
+        device="cuda", other_kernels=OTHER_ENGINES,
     )  # fmt: skip
 
 

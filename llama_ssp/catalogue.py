@@ -131,6 +131,8 @@ class ModelShape:
     shares_embedding: bool = False  # of a draft head without an embedding of its own, which reads its target's.
     # of a draft head, whether its files say that some layers do not see all of a text; no setting.
     sees_by_itself: bool = field(default=False, metadata={"omegaconf_ignore": True})
+    # of a draft head, whether it estimates if its tokens will be accepted; no setting.
+    has_confidence: bool = field(default=False, metadata={"omegaconf_ignore": True})
 
     def taps_of(self, num_layers: int) -> tuple[int, ...]:
         """The layers of a target of `num_layers` whose inputs a draft head reads; its MTP layer reads the output."""

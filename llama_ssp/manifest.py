@@ -28,6 +28,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "grammars": tuple(f"setting=sampling.{name}" for name in ("json_schema", "regex", "choice", "grammar")),
     "heads": (
         "draft=mtp",
+        "setting=draft.confidence",
         "model=tiny-eagle",
         "draft=eagle3_llama3_70B",
         "draft=eagle3_llama3_8B",

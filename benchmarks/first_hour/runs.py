@@ -41,8 +41,11 @@ TEXTS = {
     "own-sums": [*SHARDED, "own_sums=true"], "replicated": ["placement=replicated"],
     "tree": [*SHARDED, "speculation.tree=2x2x1"], "head": [*SHARDED, "draft=tiny-eagle"],
     "ngram": [*SHARDED, "draft=ngram"], "int8": [*SHARDED, "model.quantization=int8_weight_only"],
+    "stages": ["placement.target.stages=2"], "stages-head": ["placement.target.stages=2", "draft=tiny-eagle"],
+    "stages-groups": ["placement.target.stages=2", "placement.target.groups=2", "batch_size=4", "num_samples=4"],
     "experts": [*SHARDED, "draft=ngram", "model=local", "cuda_graphs=false"],  # torch's product of groups in fp32 waits
 }  # fmt: skip
+FOUR_STAGES = {"4-stages": ["placement.target.stages=4"]}
 SIZES = {
     "7B": "tinyllama_1B", "7B_8bit": "tinyllama_1B", "13B": "7B", "30B_8bit": "7B", "30B": "tinyllama_1B",
     "65B_8bit": "tinyllama_1B", "13B_8bit": "tinyllama_1B", "65B": "tinyllama_1B",
@@ -73,13 +76,13 @@ def ended(where: Where, settings: Sequence[str], *, num_ranks: int = 1) -> tuple
 def texts(where: Where, *, name: str, num_ranks: int) -> Iterator[str]:
     """Hold the text of one of TEXTS to that of one GPU without a draft, greedily and in fp32."""
     common = ["task=generate", "max_new_tokens=32", "ignore_eos=true", "sampling.temperature=0", "model.dtype=fp32"]
-    settings, folder = TEXTS[name], Path(tempfile.mkdtemp())
+    settings, folder = (TEXTS | FOUR_STAGES)[name], Path(tempfile.mkdtemp())
     if "model=local" in settings:
         shutil.copytree(SHIPPED / "tiny", folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.safetensors"))
         vocab_size = json.loads((folder / "config.json").read_text())["vocab_size"]
         build_checkpoint(folder, "mixtral", vocab_size=vocab_size, num_key_value_heads=4)
         common += [f"model.path={folder}"]
-    own = [setting for setting in settings if setting.startswith(("model", "cuda_graphs"))]
+    own = [setting for setting in settings if setting.startswith(("model", "cuda_graphs", "batch", "num_samples"))]
     drafted = [] if "draft=ngram" in settings else ["draft.model.dtype=fp32"]
     found = []
     for number, more in ((1, [*own, "draft=none"]), (num_ranks, [*settings, *drafted])):
@@ -169,7 +172,9 @@ CHECKS |= {
     f"text-{name}-of-{number}": (number, partial(texts, name=name, num_ranks=number))
     for number in (2, 3, 4)
     for name in TEXTS
+    if number % (2 if name.startswith("stages") else 1) == 0
 }
+CHECKS |= {"text-4-stages-of-4": (4, partial(texts, name="4-stages", num_ranks=4))}
 CHECKS |= {"sampled": (2, sampled)}
 CHECKS |= {
     name: (2, partial(compared, settings=settings, target="30B", draft="7B", num_ranks=2))

@@ -90,10 +90,14 @@ class Kernels:
     draw: int  # a sampled draw
     verify: int  # a verification with commit
     recurrent_layer: int = 120  # of the library's modules, with a recurrent state
+    plain: int = 0  # a plain round beyond its forward and draw
+    head: int = 0  # a step of a draft head beyond a draft model's
 
 
 ENGINE_KERNELS = Kernels(layer=10, library_layer=50, frame=8, draw=8, verify=38)
 """Launches of this engine: a stub device counted layers' and draws', torch's dispatcher the rest."""
+CPU_KERNELS = Kernels(layer=10, library_layer=50, frame=8, draw=11, verify=65, plain=35, head=15)
+"""Operators of this engine on a CPU, which torch's profiler counted; 20 of a round are as long as the host's work."""
 
 
 def reads_by_length(*, capability: float, value_bytes: int, head_dim: int, rounds_inputs: bool) -> bool:

@@ -191,7 +191,7 @@ def half_scale(weight_OI: Tensor) -> float | None:
 
     def is_held(scale: float) -> bool:
         return all(  # in blocks of rows, to avoid a second copy of a large weight
-            bool(((rows * scale).half().float().mul_(1 / scale) - rows).abs_().max() <= most)
+            bool(((rows.float() * scale).half().float().mul_(1 / scale) - rows).abs_().max() <= most)
             for rows in weight_OI.split(_BLOCK_ROWS)
         )
 
@@ -214,12 +214,12 @@ def make_linear(
 
 def _choose(weight_OI: Tensor, *, keeps_weight: bool) -> Kernel:
     device, scale = weight_OI.device.type, None
-    if device == "cpu" and weight_OI.dtype == torch.float32:
+    if device == "cpu" and weight_OI.is_floating_point():
         scale = half_scale(weight_OI)
     if own := operators.made("linear", device, weight_OI, in_halves=scale, keeps_weight=keeps_weight):
         return own  # type: ignore[no-any-return]
     if device != "cpu":
         return PlainLinear
-    if scale and can_halve():
+    if scale and weight_OI.dtype is torch.float32 and can_halve():
         return partial(HalfLinear, scale=scale)
     return PackedLinear if not keeps_weight and can_pack(weight_OI.dtype) else PlainLinear

@@ -171,8 +171,10 @@ def read_prompts(
 
     found = [read_some(fresh)] if fresh else []
     copy(begun)
-    # A state can only be read after the token that it follows, so that rows begin at one position.
-    starts = {prompts.starts[place] if runner.is_recurrent else 0 for place in begun}
+    # A state can only be read after the token that it follows, so that rows begin at one position. So do rows whose
+    # bits depend on what is read together: the chunks of each begin and end where its own positions say.
+    begin_alike = runner.is_recurrent or not (runner.is_invariant or runner.packs_prompts)
+    starts = {prompts.starts[place] if begin_alike else 0 for place in begun}
     groups = [[place for place in begun if start in {0, prompts.starts[place]}] for start in sorted(starts)]
     found += map(read_some, groups)
     copy(equal)

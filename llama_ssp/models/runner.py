@@ -51,6 +51,10 @@ class TreePlaces(NamedTuple):
     sees_BTA: Tensor
     slots_U: Tensor
 
+    def of_rows(self, part: slice) -> "TreePlaces":
+        """Those of some rows."""
+        return self._replace(slots_BT=self.slots_BT[part], sees_BTA=self.sees_BTA[part])
+
     @property
     def seen_slots(self) -> Tensor:
         """Whether each token sees each slot of `slots_U`, (B, T, U)."""

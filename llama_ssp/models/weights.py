@@ -47,7 +47,7 @@ _READ_AHEAD = 2
 """Tensors that are read ahead, each by a thread."""
 _LAYER = re.compile(r"\.([0-9]{1,9})\.")
 _PASSED_OVER = re.compile(
-    r"(?:^|\.)(?:mtp|vision|visual|audio|image|multi_modal|mm_|embed_vision|embed_audio)|^(?:d2t|t2d)$|^verifier_|^model\.confidence_head\."
+    r"(?:^|\.)(?:mtp|vision|visual|audio|image|multi_modal|mm_|embed_vision|embed_audio)|^(?:d2t|t2d)$|^verifier_"
     r"|\.rotary_emb\.inv_freq$|\.(?:attn|attention)\.(?:masked_)?bias$"
 )
 """Stored tensors of parts that are known not to run, or that follow from the config."""

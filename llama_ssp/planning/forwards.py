@@ -16,7 +16,6 @@ from typing import NamedTuple
 from llama_ssp.architectures import engine
 from llama_ssp.architectures.family import inventory
 from llama_ssp.architectures.matrices import Inventory, WholeParts, tokens_of_a_block, vocabulary_parts
-from llama_ssp.catalogue import Dtype
 from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.planning.collectives import ID_BYTES, PROBABILITY_BYTES, all_reduce_s, message_s
 from llama_ssp.planning.model import DTYPE_BYTES, PlannedModel, expands_latents
@@ -29,13 +28,12 @@ MOST_DRAFT_TOKENS = 16
 """K up to which rounds are compared; the kernel of recurrent layers takes their tokens in at once."""
 OPERATORS_PER_LAYER = 25
 """Operators that the lean decoder launches per layer, including views."""
-COMPILED_OPERATORS = 7
-"""Operators of a compiled layer that is not one operator: four products, attention, and two sums of the ranks."""
+COMPILED_OPERATORS, _ROUNDINGS = 7, 10
+"""Operators of a compiled layer that is not one operator: four products, attention, and two sums of the ranks; and in
+16 bits those that widen what goes into the first five and round what comes out."""
 LIBRARY_SHARE = {"cuda": 2.0, "cpu": 4.0}
 """Operators of the library's modules, relative to that: on a GPU kernels count, about 50, and on a CPU all that Python
 calls, 57 to 142 in the families with records, with experts' operators."""
-CPU_SLOWDOWN_16_BITS = 3.0
-"""Products in bf16 relative to fp32 with 16-bit weights; estimated from whole models on one CPU, 2.5 to 3.7."""
 _SCORES_MOVED = 9
 """How often a score of attention to latents is written or read: by two products, a mask, the softmax and a product."""
 _FUSED_SUMS = 2  # Of a layer, that also add to the residual and compute the next norm.
@@ -234,8 +232,7 @@ def _roofline_s(
     """Matrix products with `tokens` inputs, by `matrix_sizes`: the longer of reading a matrix and multiplying."""
     matrix_dtype = model.matrix_dtype(hardware.device)
     value_bytes = DTYPE_BYTES[matrix_dtype]
-    slowdown = CPU_SLOWDOWN_16_BITS if hardware.device == "cpu" and model.dtype.is_short else 1.0
-    times = 1.0 if storage.is_quantized else hardware.slowdown.get(model.dtype.name, slowdown)
+    times = 1.0 if storage.is_quantized else hardware.slowdown.get(model.dtype.name, 1.0)
     seconds = 0.0
     for size, count in sizes.items():
         packed = storage.packing.matrix_bytes(size, value_bytes, group=model.layout.group if model.layout else 0)
@@ -322,8 +319,10 @@ def _layer_s(placement: ModelPlacement, hardware: HardwareConfig, tokens: int) -
         fused = _FUSED_SUMS if placement.own_sums and placement.sum_bytes(tokens) <= engine.OWN_SUM_BYTES else 0
         return (kernels.layer - fused if placement.model.is_lean else kernels.library_layer) * hardware.kernel_s
     # The compiled layer needs fused multiply-add, which no data sheet here mentions and nearly every CPU has.
-    is_compiled = hardware.device == "cpu" and placement.model.is_lean and placement.model.dtype is Dtype.fp32
+    is_compiled = hardware.device == "cpu" and placement.model.is_lean
     if is_compiled and not placement.model.storage.cost.unpacks_matrix:
+        if placement.model.dtype.is_short:
+            return (COMPILED_OPERATORS + _ROUNDINGS) * hardware.launch_s
         is_one = len(placement.ranks) == 1 and tokens <= engine.WHOLE_LAYER_TOKENS
         # Layers in one operator take about as long as a launch each to meet between their steps.
         return (1 if is_one else COMPILED_OPERATORS) * hardware.launch_s

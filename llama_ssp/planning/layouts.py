@@ -12,6 +12,7 @@ The ranks form one block per replica, and the blocks have equal sizes. Inside a 
 from collections.abc import Iterator
 from dataclasses import replace
 
+from llama_ssp.architectures.family import record_of
 from llama_ssp.errors import PlacementError
 from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.planning.memory import fullest_rank
@@ -36,7 +37,8 @@ def layouts(
         one = replace(spec, num_replicas=num_ranks // size)
         yield from on_block(one, size, thorough=thorough)
         num_nodes, odd = divmod(size, node_size or size)
-        if num_nodes > 1 and not odd and spec.target.is_lean and num_nodes <= spec.num_target_layers:
+        has_stages = record_of(spec.target.shape.model_type).has_stages and not spec.target.by_library
+        if num_nodes > 1 and not odd and has_stages and num_nodes <= spec.num_target_layers:
             yield from on_block(one, size, thorough=thorough, num_stages=num_nodes)
 
 

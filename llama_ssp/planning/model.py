@@ -9,7 +9,7 @@ from functools import cached_property, partial
 
 from llama_ssp.architectures import engine
 from llama_ssp.architectures.family import inventory, record_of
-from llama_ssp.architectures.matrices import Inventory
+from llama_ssp.architectures.matrices import Inventory, Matrix
 from llama_ssp.architectures.reading import read_config, read_stored_format
 from llama_ssp.catalogue import CONFIG_FILE, Dtype, ModelConfig, ModelShape, read_path
 from llama_ssp.draft_heads import head_in_target
@@ -20,6 +20,7 @@ from llama_ssp.storage.formats import CACHES, NO_QUANTIZATION, OWN_DTYPE, Packed
 from llama_ssp.storage.stored import StoredFormat
 from llama_ssp.words import said
 
+COMPILED_BLOCK = 16
 DTYPE_BYTES = {Dtype.fp32: 4, Dtype.bf16: 2, Dtype.fp16: 2}
 
 
@@ -119,7 +120,7 @@ class PlannedModel:
 
     def unpacks_cache(self, hardware: HardwareConfig) -> bool:
         """Whether attention, of prompts at least, reads a copy of a layer's keys and values in the model's format."""
-        is_compiled = hardware.device == "cpu" and self.is_lean and self.dtype is Dtype.fp32
+        is_compiled = hardware.device == "cpu" and self.is_lean
         return self.has_own_cache and not (is_compiled and self.shape.head_dim % engine.LANES == 0)
 
     def reads_by_length(self, hardware: HardwareConfig) -> bool:
@@ -174,6 +175,15 @@ class PlannedModel:
         """The number format of the linear layers; a CPU keeps weights of 16-bit files in 16 bits even in fp32."""
         is_kept = device == "cpu" and self.dtype is Dtype.fp32 and not self.by_library
         return Dtype.fp16 if is_kept and self.stored.is_short else self.dtype
+
+    def packs(self, matrix: Matrix, device: str) -> bool:
+        """Whether an unquantized matrix in 16 bits is copied for the products of a CPU, as those of any sizes in fp32.
+
+        A tied output is then a matrix of its own.
+        """
+        is_block = matrix.num_rows % COMPILED_BLOCK == matrix.num_columns % COMPILED_BLOCK == 0
+        is_short = device == "cpu" and self.matrix_dtype(device).is_short and not self.by_library
+        return is_short and (is_block or self.dtype is Dtype.fp32)
 
 
 def resolved(config: PlanConfig) -> PlanConfig:

@@ -74,10 +74,11 @@ def notes_on_stages(spec: PlanSpec, hardware: HardwareConfig) -> Iterator[str]:
         f"layers {layers[0]}-{layers[-1]} on {named(ranks)} {rounded(1e3 * seconds)} ms"
         for layers, ranks, seconds in zip(spec.stages, spec.layout.stages, stages_s, strict=True)
     ]
+    in_groups = f"{counted(spec.batch_size, 'row')} in {counted(costs.num_groups, 'group')}"
     yield (
         f"stages of a plain step: {', '.join(parts)}, and {rounded(1e3 * hops_s)} ms between them for "
         f"{rounded(spec.batch_size * sum(spec.hop_bytes) / 1024)} KiB; a rank waits for other stages "
-        f"{100 * bubble(costs, 1):.0f} % of the time"
+        f"{100 * bubble(costs, 1):.0f} % of the time, with {in_groups}"
     )
     if any(matrix.copies % 1 for matrix in inventory(spec.target.shape).layer):
         yield "layers of this model differ, and each stage counts its own in their mean"

@@ -70,6 +70,11 @@ class Plan:
     whole_run: str | None = None
 
     @property
+    def num_groups(self) -> int:
+        """Groups of rows that follow each other through stages."""
+        return CostModel(self.spec, self.hardware).num_groups
+
+    @property
     def fits(self) -> bool:
         """Whether every rank has enough memory."""
         return all(rank.fits for rank in self.ranks)

@@ -76,6 +76,7 @@ class PlanSpec:
         target_ranks, draft_ranks: ranks of each replica, increasing.
         num_stages: of the target, among which its ranks are divided evenly.
         layers: numbers of layers of each stage; None shares them out.
+        num_groups: of rows that follow each other through the stages; None takes the fastest.
         spare_devices: GPUs without a rank that hold layers of a layer-wise target.
         free_draft: the kind of a draft without a model; None without one.
         free_settings: of a draft without a model, or of a model's fallback where K is chosen.
@@ -134,9 +135,15 @@ class PlanSpec:
     backend: Backend = TENSOR
     num_stages: int = 1
     layers: tuple[int, ...] | None = None
+    num_groups: int | None = None
     own_sums: bool = False
     known_by: tuple[FindAcceptance, ...] = ()
-    kernels: engine.Kernels = engine.ENGINE_KERNELS
+    other_kernels: engine.Kernels | None = None
+
+    @property
+    def kernels(self) -> engine.Kernels:
+        """The kernels of this engine on the device, or of another engine."""
+        return self.other_kernels or (engine.CPU_KERNELS if self.device == "cpu" else engine.ENGINE_KERNELS)
 
     @cached_property
     def drafts(self) -> bool:
@@ -377,6 +384,7 @@ def make_spec(
         target_ranks=layout.target_ranks,
         num_stages=layout.num_stages,
         layers=tuple(placement.target.layers) if placement.target.layers else None,
+        num_groups=placement.target.groups,
         spare_devices=tuple(
             gpu for gpu in range(first, first + num_gpus) if backend.is_layer_wise and gpu not in layout.ranks
         ),

@@ -169,15 +169,43 @@ class CostModel:
         return weights + spec.batch_size * self._middle * spec.target.slot_bytes(placement.most_heads[1])
 
     def forward(self, placement: ModelPlacement, num_positions: int) -> ForwardTime:
-        """A forward in the middle of decoding, through all stages; a draft scores only the last position."""
-        times = self._forwards(placement, num_positions)
-        messages_s = self.hops_s(self.spec.batch_size * num_positions) if len(times) > 1 else 0.0
-        return ForwardTime.sum(times, messages_s=messages_s)
+        """A forward in the middle of decoding, through all stages; a draft scores only the last position.
 
-    def _forwards(self, placement: ModelPlacement, num_positions: int) -> list[ForwardTime]:
+        Groups of rows follow each other: after the first one has passed all stages, the slowest stage sets the pace.
+        """
+        if len(self._stages_of(placement)) == 1:
+            return self._forwards(placement, num_positions)[0]
+        return self._in_groups(self.num_groups, num_positions)
+
+    @cached_property
+    def num_groups(self) -> int:
+        """Groups of rows that follow each other through the stages: the fastest number for a round."""
+        spec = self.spec
+        if spec.num_stages == 1:
+            return 1
+        if spec.num_groups:
+            return min(spec.num_groups, spec.batch_size)
+        positions = spec.round_positions if spec.drafts else 1
+        numbers = range(1, min(spec.batch_size, 2 * spec.num_stages) + 1)
+        return min(numbers, key=lambda number: self._in_groups(number, positions).total_s)
+
+    def _in_groups(self, num_groups: int, num_positions: int) -> ForwardTime:
+        """A forward of the target in so many groups of rows."""
+        times, rows = self._forwards(self.target, num_positions, num_groups), self._rows_of_group(num_groups)
+        slowest = max(times, key=lambda each: each.total_s)
+        hops_s = self.hops_s(rows * num_positions)
+        hops_s += (num_groups - 1) * hops_s / (len(times) - 1)
+        return ForwardTime.sum([*times, *[slowest] * (num_groups - 1)], messages_s=hops_s)
+
+    def _rows_of_group(self, num_groups: int) -> int:
+        """Rows of the largest group."""
+        return -(-self.spec.batch_size // num_groups)
+
+    def _forwards(self, placement: ModelPlacement, num_positions: int, num_groups: int = 1) -> list[ForwardTime]:
+        rows = self._rows_of_group(num_groups) if placement is self.target else self._rows_of(placement)
         return [
             forward_time(
-                stage, self.hardware, batch_size=self._rows_of(placement), num_positions=num_positions,
+                stage, self.hardware, batch_size=rows, num_positions=num_positions,
                 num_scored=1 if placement is self.draft else num_positions,
                 bucket=self._draft_bucket if placement is self.draft else self._bucket,
             )
@@ -188,8 +216,9 @@ class CostModel:
         return self.stages if placement is self.target else (placement,)
 
     def stages_s(self, num_positions: int) -> tuple[float, ...]:
-        """Each stage's part of a forward in the middle of decoding, without messages between them."""
-        return tuple(each.total_s for each in self._forwards(self.target, num_positions))
+        """Each stage's part of a forward in the middle of decoding, of all groups, without messages between stages."""
+        times = self._forwards(self.target, num_positions, self.num_groups)
+        return tuple(self.num_groups * each.total_s for each in times)
 
     def hops_s(self, num_tokens: int) -> float:
         """Messages of hidden states from stage to stage; each rank sends its slice to one of the next stage."""
@@ -207,10 +236,16 @@ class CostModel:
             forwards += [(self.draft, number) for number in drafting]
         if self.own_part and num_draft_tokens:
             forwards += [(self.own_part, number) for number in self._own_forwards(num_draft_tokens)]
-        sent = [(1, message.num_bytes) for message in round_messages(self.spec, num_draft_tokens).values()]
+        numbers = {"hidden": (len(self.stages) - 1) * self.num_groups}
+        sent = [
+            (numbers.get(kind, 1), message.num_bytes)
+            for kind, message in round_messages(self.spec, num_draft_tokens).items()
+        ]
         for placement, number in forwards:
             rows, num_scored = self._rows_of(placement), number if placement is self.target else 1
-            sent += [stage.collectives(rows, number, num_scored) for stage in self._stages_of(placement)]
+            times = self.num_groups if placement is self.target else 1
+            of_stages = [stage.collectives(rows, number, num_scored) for stage in self._stages_of(placement)]
+            sent += [(times * count, num_bytes) for count, num_bytes in of_stages]
         return sum(number for number, _ in sent), sum(num_bytes for _, num_bytes in sent)
 
     def _rows_of(self, placement: ModelPlacement) -> int:
@@ -278,12 +313,13 @@ class CostModel:
     def plain_s(self) -> float:
         """One plain token."""
         drawn_s = self.forward(self.target, 1).total_s + self.draw_s(self.target)
-        return drawn_s + self.agree_s(0, "verdict")
+        return drawn_s + self._kernels_s(self.spec.kernels.plain, 0, 0) + self.agree_s(0, "verdict")
 
     def draft_step_s(self, num_positions: int) -> float:
         """One draft forward and its draw."""
         assert self.draft, "priced only where there is a draft"
-        return self.forward(self.draft, num_positions).total_s + self.draw_s(self.draft)
+        more_s = self._kernels_s(self.spec.has_head * self.spec.kernels.head, 0, 0)
+        return self.forward(self.draft, num_positions).total_s + self.draw_s(self.draft) + more_s
 
     def verdict_s(self, num_draft_tokens: int) -> float:
         """The rule of a round, and the messages before and after it."""
@@ -364,8 +400,7 @@ class CostModel:
 def bubble(costs: CostModel, num_positions: int) -> float:
     """The share of a step in which a rank waits for other stages: of one rank on average, without draws and drafts."""
     stages_s = costs.stages_s(num_positions)
-    hops_s = costs.hops_s(costs.spec.batch_size * num_positions) if len(stages_s) > 1 else 0.0
-    return 1 - sum(stages_s) / len(stages_s) / (sum(stages_s) + hops_s)
+    return 1 - sum(stages_s) / len(stages_s) / costs.forward(costs.target, num_positions).total_s
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,13 +19,12 @@ from llama_ssp.architectures.matrices import (
     check_inputs,
     split_model,
 )
-from llama_ssp.catalogue import ModelShape
-from llama_ssp.planning.model import DTYPE_BYTES, PlannedModel
+from llama_ssp.catalogue import Dtype, ModelShape
+from llama_ssp.planning.model import COMPILED_BLOCK, DTYPE_BYTES, PlannedModel
 from llama_ssp.settings.backends import TENSOR, Backend
 from llama_ssp.storage.formats import NO_QUANTIZATION, ORDER_BYTES, StorageFormat
 
 HALF_BLOCK = 512
-COMPILED_BLOCK = 16
 
 
 def shares(
@@ -112,25 +111,31 @@ def model_bytes(held: Inventory, model: PlannedModel, *, device: str) -> WeightB
             sharded, repeated = sharded + stored, repeated + row_scales + bias
         products.setdefault(product, []).append((stored if layout else size * matrix.num_elements, stored + row_scales))
     tables = [(matrix, size, size * matrix.num_elements) for matrix in held.embeddings]
-    if held.head or (held.embeddings and held.scores and matrix_size != size):
+    packs = held.scores and model.packs(held.output, device)
+    if held.head or (held.embeddings and packs):
         output = kept(held.output)
         tables.append((output, matrix_size, matrix_size * output.num_elements))
     table_bytes = {True: 0, False: 0}
     for matrix, value_bytes, stored in tables:
         table_bytes[matrix.cut is None] += stored + (value_bytes * matrix.num_rows if matrix.has_bias else 0)
-    temporary = _temporary_bytes([*products.values()], storage, is_half=matrix_size != size)
+    temporary = _temporary_bytes(
+        [*products.values()], storage, is_half=any(model.packs(matrix, device) for matrix in held.layer)
+    )
     # The head, which library modules load last, and the lean decoder first.
-    if matrix_size != size and held.scores and tables:
-        without = held.num_layers * (sharded + repeated) if model.is_lean else 0
+    if packs and tables:
         read = size * held.output.num_elements if held.head else 0
-        temporary = max(temporary, read + tables[-1][2] - without)
+        temporary = max(temporary, read + tables[-1][2] - held.num_layers * (sharded + repeated) * model.is_lean)
     return WeightBytes(
         sharded_bytes=held.num_layers * sharded + table_bytes[False],
-        repeated_bytes=held.num_layers * (repeated + size * held.layer_vectors)
-        + size * held.final_vectors
-        + table_bytes[True],
+        repeated_bytes=held.num_layers * repeated + _vector_bytes(held, model, device) + table_bytes[True],
         temporary_bytes=temporary,
     )
+
+
+def _vector_bytes(held: Inventory, model: PlannedModel, device: str) -> int:
+    """Bytes of the norms, which are in fp32 on CPUs in the lean decoder."""
+    dtype = Dtype.fp32 if device == "cpu" and model.is_lean else model.dtype
+    return DTYPE_BYTES[dtype] * (held.num_layers * held.layer_vectors + held.final_vectors)
 
 
 def _temporary_bytes(products: Sequence[Sequence[tuple[int, int]]], storage: StorageFormat, *, is_half: bool) -> int:
@@ -161,7 +166,7 @@ def _in_blocks(matrix: Matrix) -> Matrix:
 
 def step_bytes(held: Inventory, model: PlannedModel, *, device: str) -> int:
     """Bytes of a rank's weights that one forward reads; an embedding counts only if it is also the head."""
-    is_head = held.scores and held.head is None and model.matrix_dtype(device) is model.dtype
+    is_head = held.scores and held.head is None and not model.packs(held.output, device)
     tables = 0 if is_head else sum(table.num_elements for table in held.embeddings)
     read = replace(held, layer=tuple(replace(matrix, copies=matrix.num_used(1)) for matrix in held.layer))
     return (

@@ -135,7 +135,10 @@ class Comm:
         return replace(self, peers=operators.made("sums", self.device.type, self)) if self.size > 1 else self
 
     def all_reduce(self, values: Tensor) -> Tensor:
-        """Sum `values` over the group, in place if possible; returns the sum, bit-identical on all ranks."""
+        """Sum `values` over the group, in place if possible; returns the sum, bit-identical on all ranks.
+
+        On CPUs numbers are added in the order of ranks, so that the bits of a sum depend on no other number.
+        """
         return self._run("all_reduce", values) if self.size > 1 else values
 
     def all_gather_last(self, values: Tensor, sizes: tuple[int, ...]) -> Tensor:
@@ -163,10 +166,17 @@ class Comm:
         """See `all_reduce`."""
         if self.peers and self.peers.takes(values):
             return self.peers.all_reduce(values)
-        if self.board and values.nbytes <= self.board.most_bytes:
-            self.board.all_reduce(values)
-        else:
+        if self.board:
+            for part in values.view(-1).split(self.board.most_bytes // values.itemsize):
+                self.board.all_reduce(part)
+        elif values.is_cuda:
             dist.all_reduce(values, group=self.group)
+        else:  # a ring would add a number in an order that depends on its place
+            parts = [torch.empty_like(values) for _ in range(self.size)]
+            dist.all_gather(parts, values, group=self.group)
+            torch.add(parts[0], parts[1], out=values)
+            for part in parts[2:]:
+                values.add_(part)
         return values
 
     def do_all_gather_last(self, values: Tensor, sizes: tuple[int, ...]) -> Tensor:

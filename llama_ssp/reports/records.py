@@ -405,6 +405,7 @@ class RunFacts:
         baseline: where plain completions are from, if not from this run.
         machine: processors or GPUs of the ranks.
         disturbed: what disturbed the machine while it was timed; None if nothing was noticed.
+        reproducible: the bits of logits did not depend on draft, K, batch and threads.
     """
 
     task: str
@@ -417,6 +418,7 @@ class RunFacts:
     baseline: Baseline | None = None
     disturbed: str | None = None
     machine: str | None = None
+    reproducible: bool = False
     placement: dict[str, Any]
     world_size: int
     seed: int

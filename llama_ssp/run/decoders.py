@@ -10,8 +10,10 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from llama_ssp import operators
+from llama_ssp.architectures.family import record_of
 from llama_ssp.architectures.matrices import DRAFT_WHOLE
 from llama_ssp.architectures.stages import stage_layers
+from llama_ssp.errors import ConfigError
 from llama_ssp.models.cache import Taps
 from llama_ssp.models.runner import NullRunner, Runner
 from llama_ssp.models.weights import Loading
@@ -143,7 +145,29 @@ def load_models(
         target=target, draft=None, drafts=False, mesh=mesh, reuse=Reuse(are_invariant=False, from_states=False),
         tokenizer=target_source.tokenizer, eos_ids=target_source.eos_ids, context=context, sources=(target_source,),
     )  # fmt: skip
-    return with_draft(alone, config, world, draft_source, progress=progress)
+    models = with_draft(alone, config, world, draft_source, progress=progress)
+    if config.reproducible and not models.reuse.are_invariant:
+        raise ConfigError(_why_not_reproducible(models))
+    return models
+
+
+def _why_not_reproducible(models: Models) -> str:
+    kinds = [source.origin.shape.model_type for source in models.sources if not source.origin.shape.is_head]
+    library = [kind for kind in kinds if not record_of(kind).is_llama_kind]
+    if models.target.device.type != "cpu":
+        reason = "is for CPUs so far: leave it out, or use device=cpu"
+    elif library:
+        reason = (
+            f"needs models of the lean decoder, and {library[0]} models run on the modules of transformers, whose "
+            "attention rounds differently for another number of positions: leave it out"
+        )
+    else:
+        reason = (
+            "needs compiled products and attention for all layers of all models, and this machine has none for some "
+            "of theirs (the guide to reproducible texts lists instructions, formats and sizes): leave it out, or use "
+            "another model.quantization"
+        )
+    return f"reproducible=true {reason}"
 
 
 Progress = Callable[[str, int, int], None]
@@ -329,7 +353,7 @@ def build_decoder(
     else:
         round_ = Round(
             models.target, *drafters, verifier=verifier, taps=taps, tree=tree, limit=limit,
-            has_masks=has_masks,
+            has_masks=has_masks, num_groups=config.placement.target.groups or 1,
         )  # fmt: skip
     vocabulary = models.request_maker.vocabulary
     constraint_of(config.sampling, vocabulary)  # refused before any text begins

@@ -129,6 +129,9 @@ def _load(
     if requests != []:  # requests of a task or a file without prompts fill all rows
         config = dry_run.with_filled_rows(config, num_completions=len(requests) if requests else config.num_samples)
     plan = _make_plan(config, world, terminal, requests)
+    if (placed := config.placement.target).stages > 1 and placed.groups is None:
+        (groups,) = from_rank_0(world.comm, lambda: [plan.num_groups if plan else 1])
+        config = replace(config, placement=replace(config.placement, target=replace(placed, groups=groups)))
     clock.reach("checked_s")
     memory = MemoryWatch(world.device)
     with terminal.loading() as progress, memory.closely():

@@ -57,7 +57,7 @@ def finalize(session: Session) -> None:
     baseline = config.place.baseline if config.place else None
     placement: dict[str, Any] = {
         "target": {"kind": kind, "ranks": [*ranks], "tp_size": len(layout.scoring_ranks)}
-        | ({"stages": stages} if stages > 1 else {})
+        | ({"stages": stages, "groups": config.placement.target.groups or 1} if stages > 1 else {})
     }
     if ranks := layout.draft_ranks:
         tp_size = 1 if layout.splits_batch else len(ranks)
@@ -68,6 +68,7 @@ def finalize(session: Session) -> None:
         task=task.name, model=config.model.label, draft=draft_label(config.draft), tree=config.speculation.tree,
         forced_lengths=config.speculation.forced_lengths,
         point=config.place.title if config.place else None, machine=_machine(session), weights=config.weights,
+        reproducible=session.is_reproducible,
         baseline=records.Baseline(folder=baseline, ms_per_token=session.again_ms_per_token) if baseline else None,
         placement=placement | {"num_replicas": num_replicas}, world_size=comm.size, seed=config.seed,
         memory=[

@@ -96,6 +96,11 @@ class Session:
         return self.config.batch_size == self.config.placement.num_replicas == 1
 
     @property
+    def is_reproducible(self) -> bool:
+        """Whether the bits of logits depend on no draft, K, batch and number of threads."""
+        return self.models.reuse.are_invariant and not self.config.speculation.tree
+
+    @property
     def best_mode(self) -> str:
         """Speculative with a draft, else plain."""
         return SPECULATIVE if self.models.drafts else PLAIN

@@ -209,6 +209,11 @@ def _shapes_of_rounds(config: RunConfig) -> Iterator[str]:
 def _stages(config: RunConfig) -> Iterator[str]:
     """Yield why the layers of the target cannot be divided into stages."""
     target, shape = config.placement.target, config.model.shape
+    groups = said("placement.target.groups", target.groups)
+    if target.groups is not None and target.groups < 1:
+        yield f"{groups} must be at least 1, for example 2"
+    elif target.groups is not None and target.stages == 1:
+        yield f"{groups} needs stages that groups of rows pass: give placement.target.stages, or leave it out"
     if target.stages == 1 and target.layers is None:
         return
     stages, layers = said("placement.target.stages", target.stages), said("placement.target.layers", target.layers)

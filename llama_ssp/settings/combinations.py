@@ -13,7 +13,7 @@ from llama_ssp.registry import Registry
 from llama_ssp.settings.backends import BACKENDS
 from llama_ssp.settings.drafters import DRAFTERS, drafter_of, drafts, free_drafts
 from llama_ssp.settings.rules import AT_ZERO, RULES, at_every_temperature, rule_of, rules
-from llama_ssp.settings.schema import ADAPTIVE, DraftLayout, PlanConfig, RunConfig, adaptive_lengths
+from llama_ssp.settings.schema import ADAPTIVE, DeviceKind, DraftLayout, PlanConfig, RunConfig, adaptive_lengths
 from llama_ssp.settings.tasks import NoEffect, drafted_of, task_of, task_specs
 from llama_ssp.settings.trees import TreeShape, tree_shape
 from llama_ssp.words import key_of, listed, said
@@ -47,6 +47,8 @@ ABILITIES: dict[str, Callable[[RunConfig], object]] = {
     "penalties": lambda config: config.sampling.penalizes,
     "requests by row": lambda config: config.sampling.by_row,
     "spare rows": lambda config: config.spare_rows > 0,
+    "equal bits": lambda config: config.reproducible,
+    "GPUs": lambda config: config.device is DeviceKind.cuda,
     "a recurrent target": lambda config: _recurrent(config.model),
     "log-probabilities": lambda config: config.logprobs is not None,
     "chats": lambda config: config.chat,
@@ -101,6 +103,12 @@ CLASHES: dict[tuple[str, str], str] = {
         "spare rows keep what a target has read at any place of a text, and a layer of kind {layer}, as this {family} "
         "model has, keeps one state: leave spare_rows out",
     ("requests by row", "replicas"): "requests are answered by one replica: leave placement.num_replicas out",
+    ("equal bits", "a tree"):
+        "{reproducible} needs chains, because a node of a tree adds up the tokens before it in another order: leave "
+        "{tree_key} out",
+    ("equal bits", "a library's placement"):
+        "{reproducible} needs placement.target.kind=tensor, and {target_kind} was given",
+    ("equal bits", "GPUs"): "{reproducible} is for CPUs so far: leave it out, or use device=cpu",
 }  # fmt: skip
 """Two abilities, and why no run has both; `_words` fills in the words in braces."""
 
@@ -172,6 +180,7 @@ def _words(config: RunConfig) -> dict[str, object]:
         "stages": said("placement.target.stages", placement.target.stages), "target_kind": placement.target.kind,
         "draft_placement": chosen,
         "layer": state and state.recurrent, "family": state and state.model_type,
+        "reproducible": said("reproducible", True),
         **{name: value for ability in MORE.all().values() for name, value in ability.words(config).items()},
     }  # fmt: skip
 

@@ -62,6 +62,11 @@ class DrafterConfig:
         "{free_drafts}.",
     )
 
+    @property
+    def ends_early(self) -> bool:
+        """Whether a draft says how many of its tokens count (`sampling.draft.Draft`), so that ranks send that."""
+        return False
+
 
 class ExpertParts(Enum):
     """Shares of a layer's experts on a rank: some units of each, or some experts whole."""
@@ -84,6 +89,11 @@ class TargetPlacement:
     )
     layers: list[int] | None = setting(
         None, "layers of each stage, such as [21,19]; null shares them out so that all stages take about as long."
+    )
+    groups: int | None = setting(
+        None,
+        "parts of a batch, of a row each at least, that follow each other through stages, so that several of these "
+        "work at a time; null takes the number whose forecast is the fastest, and 1 in the library.",
     )
     experts: ExpertParts = setting(
         ExpertParts.cut,
@@ -295,6 +305,11 @@ class RunConfig:
     spare_rows: int = setting(
         0,
         "rows that keep texts which have ended: prompts that begin alike are read once.",
+    )
+    reproducible: bool = setting(
+        False,
+        "true ends a run at its start unless the bits of every logit are the same for any draft, K, batch and number "
+        "of threads; runs that have this without asking say so in summary.json.",
     )
     num_samples: int = setting(1, "completions per prompt.")
     seed: int = setting(

@@ -84,6 +84,13 @@ _SAMPLED = [
     heavy(BOTH, (0,), pair="mtp glm4_moe", stages=2, batch_size=3, updates=True),
     heavy(BOTH, (0,), pair="mtp qwen3_next", stages=2, batch_size=3),
     slow(BOTH, (1,), pair="gpt_neo", stages=2, batch_size=3),
+    # Groups of rows that follow each other through stages.
+    Cell(BOTH, (0,), stages=2, groups=2, batch_size=5),
+    heavy(BOTH, BOTH, SHARDED, stages=2, groups=3, tree="3x2x1", batch_size=5),
+    heavy(BOTH, (0,), stages=2, groups=2, pair="head", batch_size=3),
+    heavy(BOTH, (0,), stages=2, groups=2, pair="mtp qwen3_next", batch_size=3),
+    slow(ALL_4, (0,), stages=4, groups=4),
+    slow(BOTH, (2,), OWN_GPU, stages=2, groups=2, batch_size=5, overlaps=True),
     slow(ALL_4, BOTH, SHARDED, pair="mtp glm4_moe", stages=2, batch_size=3, tree="2x2x1"),
     slow(ALL_4, BOTH, SHARDED, pair="gpt_neox", stages=2),
     heavy(BOTH, (2,), OWN_GPU, stages=2, batch_size=5, overlaps=True),

@@ -52,9 +52,9 @@ from tests.helpers.shapes import SHAPES
 
 @dataclass(frozen=True, kw_only=True)
 class CountingComm(Comm):
-    """A group's end that counts the bytes which arrive here."""
+    """A group's end that counts the bytes of each message which arrives here."""
 
-    arrived: list[int] = field(default_factory=lambda: [0])
+    arrived: list[int] = field(default_factory=list)
 
     @classmethod
     def of(cls, comm: Comm) -> "CountingComm":
@@ -75,7 +75,7 @@ class CountingComm(Comm):
         return super().do_all_gather_last(values, sizes)
 
     def _count(self, num_bytes: int) -> None:
-        self.arrived[0] += num_bytes
+        self.arrived.append(num_bytes)
 
 
 SYNTHETIC = "synthetic"
@@ -97,10 +97,14 @@ class Case(Protocol):
 
 
 class Placed(NamedTuple):
-    """What a rank saw of one cell: the ids of each text, and how many bytes arrived in rounds of numbers of rows."""
+    """What a rank saw of one cell: the ids of each text, and what arrived in rounds of numbers of rows.
+
+    That is bytes, and messages of the stage before.
+    """
 
     texts: list[list[int]]
     round_bytes: set[tuple[int, int]]
+    hops: set[tuple[int, int]]
 
 
 @dataclass(frozen=True)
@@ -115,7 +119,7 @@ class Cell:
         overlaps: drafting overlaps verification.
         is_long: all prompts, instead of a few.
         updates: the models run with other weights first.
-        stages: of the target.
+        stages, groups: of the target, and of rows that follow each other through them.
         lane: of its tests; those of three ranks are heavy at least, and those of more are slow.
     """
 
@@ -133,6 +137,7 @@ class Cell:
     temperature: float = 0.8
     updates: bool = False
     stages: int = 1
+    groups: int | None = None
     lane: str = field(default="default", compare=False)
 
     @property
@@ -155,16 +160,18 @@ class Cell:
         With overlap a sampled text depends on which tokens were drafted in vain: then the same models elsewhere.
         """
         if self.overlaps and self.rule == "speculative" and self.temperature:
-            return replace(self, target=(0,), draft=(1,), batch_size=5, stages=1)
+            return replace(self, target=(0,), draft=(1,), batch_size=5, stages=1, groups=None)
         return replace(
             self, target=(0,), draft=self.draft and (0,), kind=DraftLayout.one_rank, target_kind="tensor",
-            batch_size=4, adapts=False, overlaps=False, updates=False, stages=1,
+            batch_size=4, adapts=False, overlaps=False, updates=False, stages=1, groups=None,
         )  # fmt: skip
 
     def config(self, folder: Path) -> RunConfig:
         """As `launch/run.py` would compose it."""
         placement = PlacementConfig(
-            target=TargetPlacement(kind=self.target_kind, ranks=[*self.target], stages=self.stages),
+            target=TargetPlacement(
+                kind=self.target_kind, ranks=[*self.target], stages=self.stages, groups=self.groups
+            ),
             draft=DraftPlacement(kind=self.kind, ranks=[*self.draft]),
         )  # fmt: skip
         target, draft = pair_of(self.pair, folder)
@@ -193,20 +200,20 @@ class Cell:
                 assert keeps or self.pair == "gpt_neox"  # whose output has no whole blocks on a rank, for FBGEMM
         counting = CountingComm.of(mesh.replica)
         models = replace(models, mesh=replace(mesh, replica=counting))
+        hops = CountingComm.of(mesh.before or mesh.replica)
         if mesh.before:
             stage = models.target._stage  # type: ignore[attr-defined]
-            models.target._stage = replace(  # type: ignore[attr-defined]
-                stage, before=replace(CountingComm.of(mesh.before), arrived=counting.arrived)
-            )
+            models.target._stage = replace(stage, before=hops)  # type: ignore[attr-defined]
         least_bytes = 0 if self.batch_size > 1 else engine.LEAST_SHARED_BYTES
         with patch.object(engine, "LEAST_SHARED_BYTES", least_bytes):  # the shipped vocabulary is small
             decoder = build_decoder(models, config, speculative=True)
-        round_bytes, step = set[tuple[int, int]](), decoder.round.step
+        round_bytes, round_hops, step = set[tuple[int, int]](), set[tuple[int, int]](), decoder.round.step
 
         def counted(*arguments: Any, **named: Any) -> object:
-            before = counting.arrived[0]
-            result = step(*arguments, **named)
-            round_bytes.add((len(arguments[1].lengths_B), counting.arrived[0] - before))
+            counting.arrived[:], hops.arrived[:] = [], []
+            result, num_rows = step(*arguments, **named), len(arguments[1].lengths_B)
+            round_bytes.add((num_rows, sum(counting.arrived) + sum(hops.arrived)))
+            round_hops.add((num_rows, len(hops.arrived)))
             return result
 
         decoder.round.step = counted  # type: ignore[method-assign, assignment]
@@ -216,7 +223,7 @@ class Cell:
         ]
         with torch.inference_mode():
             make_ready(decoder, requests, config, comm=world.comm)
-        return Placed(ids_of(complete(decoder, requests)), round_bytes)
+        return Placed(ids_of(complete(decoder, requests)), round_bytes, round_hops)
 
     def __str__(self) -> str:
         target, draft = (",".join(map(str, ranks)) for ranks in (self.target, self.draft))
@@ -325,7 +332,7 @@ class FromPython:
     num_ranks: int = 2
 
     def see(self, world: World, folder: Path) -> tuple[list[list[int]], list[float], list[str]]:  # noqa: ARG002 - shipped
-        staged = PlacementConfig(target=TargetPlacement(stages=2))
+        staged = PlacementConfig(target=TargetPlacement(stages=2, groups=2))
         placement = staged if self.placement == "stages" else self.placement
         pair = load("tiny", "tiny-draft", device="cpu", placement=placement)
         found = pair.generate(["import os\n", "def f(x):"], max_new_tokens=12, seed=1, logprobs=2)

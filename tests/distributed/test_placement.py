@@ -9,6 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from llama_ssp.planning.collectives import round_messages
 from llama_ssp.planning.spec import make_spec
+from llama_ssp.settings.layout import lay_out
 from llama_ssp.storage.formats import formats
 from llama_ssp.weights import hub
 from tests.distributed.cells import ALONE, CELLS, each_of
@@ -40,7 +41,7 @@ def check_texts(case: Cell, folder: Path, wanted: list[list[int]], texts: list[l
 
 def check_text_of_one_rank(case: Cell, pairs: Path, seen: Seen) -> None:
     """All ranks have one text, that of one rank alone."""
-    (texts, _), *others = seen(case)
+    (texts, *_), *others = seen(case)
     assert all(other.texts == texts for other in others)
     check_texts(case, pairs, seen(case.alone)[0].texts, texts)
 
@@ -57,11 +58,19 @@ def check_bytes(case: Cell, pairs: Path, seen: Seen) -> None:
     }
 
 
+def check_hops(case: Cell, seen: Seen) -> None:
+    """Each rank of all stages but the first gets a message for each group of rows, or one where there are no groups."""
+    layout = lay_out(case.config(Path()).placement, world_size=case.num_ranks, has_draft=bool(case.draft))
+    later, number = {rank for ranks in layout.stages[1:] for rank in ranks}, case.groups or 1
+    for rank, placed in enumerate(seen(case)):
+        assert placed.hops == {(rows, min(number, rows) * (rank in later)) for rows, _ in placed.hops}
+
+
 @pytest.mark.seconds
 @each_of(ALONE)
 def test_greedy_text_is_the_librarys(case: Cell, pairs: Path, seen: Seen) -> None:
     model, tokenizer = library(case.pair, pairs)
-    [(texts, _)] = seen(case)
+    [(texts, *_)] = seen(case)
     prompts = [tokenizer(prompt).input_ids or [tokenizer.bos_token_id] for prompt in case.prompts]
     wanted = [library_greedy(model, ids, num_tokens=len(text)) for ids, text in zip(prompts, texts, strict=True)]
     check_texts(case, pairs, wanted, texts)
@@ -77,6 +86,8 @@ def test_text_is_that_of_one_rank_wherever_target_and_draft_sit(case: Cell, pair
 @each_of([cell for cell in CELLS if not (cell.adapts or cell.overlaps)])
 def test_as_many_bytes_arrive_in_a_round_as_the_planner_says(case: Cell, pairs: Path, seen: Seen) -> None:
     check_bytes(case, pairs, seen)
+    if case.stages > 1:
+        check_hops(case, seen)
 
 
 @pytest.mark.distributed(2)

@@ -27,6 +27,8 @@ ALONE = {
     "forced lengths": "speculation.forced_lengths=[1]", "a draft without trees": "draft=ngram",
     "a draft without a model": "draft=ngram", "a head": "draft=tiny-eagle", "MTP layers": "model={mtp} draft=mtp",
     "a block": BLOCK, "more than a block": "speculation.num_draft_tokens=5",
+    "a draft that ends early": "model={target} draft={spark} draft.confidence=0.4",
+    "a draft without a confidence head": BLOCK,
     "an own tokenizer": "model={target} draft={own} draft.tokenizer=own",
     "a recurrent model": "model={hybrid} draft={hybrid}", "a recurrent draft": "draft={hybrid}",
     "an adapter of the target": "model.adapter={hybrid}",
@@ -41,7 +43,7 @@ ALONE = {
     "a draft with a window": "draft.window=9",
     "a head that says what it sees": "model={target} draft={saying}",
     "spare rows": "spare_rows=2", "a recurrent target": "model={hybrid} draft={hybrid}",
-    "structured text": "sampling.regex=a+ task=generate",
+    "structured text": "sampling.regex=a+ task=generate", "equal bits": "reproducible=true", "GPUs": "device=cuda",
 }  # fmt: skip
 """Words that give a run one ability; all but two of them are refused without another one."""
 TOGETHER = {
@@ -62,12 +64,13 @@ def save_models(folder: Path) -> dict[str, Path]:
     (folder / "block/target").rename(folder / "target")
     kinds = ["sliding_attention", "full_attention"]
     one_pass_heads.save_head(folder / "saying", "dflash", layer_types=kinds, sliding_window=8)
+    one_pass_heads.save_head(folder / "spark", "dspark")
     save_with_mtp(folder / "mtp", "qwen2")
     for name, family in (("own", "llama"), ("hybrid", "lfm2")):
         build_checkpoint(folder / name, family, vocab_size=one_pass_heads.VOCABULARY)
     for name in ("target", "hybrid", "own", "mtp"):
         save_tokenizer(folder / name, one_pass_heads.VOCABULARY, first=30 if name == "own" else 2)
-    names = "target", "hybrid", "own", "mtp", "saying"
+    names = "target", "hybrid", "own", "mtp", "saying", "spark"
     return {name: folder / name for name in names} | {"block": folder / "block/head"}
 
 

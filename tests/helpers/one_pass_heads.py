@@ -31,7 +31,8 @@ _LAYER = {
     "vocab_size": VOCABULARY, "tie_word_embeddings": False, "dtype": "float32", "attention_bias": False,
 }  # fmt: skip
 _SPARK = {"architectures": ["Qwen3DSparkModel"], "block_size": 4, "mask_token_id": MASK, "markov_rank": RANK,
-          "target_layer_ids": [layer - 1 for layer in FOUR_LAYERS]}  # fmt: skip
+          "target_layer_ids": [layer - 1 for layer in FOUR_LAYERS], "enable_confidence_head": True,
+          "confidence_head_with_markov": True}  # fmt: skip
 _SPECULATOR = {"transformer_layer_config": _LAYER | {"model_type": "llama"}, "draft_vocab_size": DRAFTED}
 CONFIGS: dict[str, dict[str, Any]] = {
     "peagle": {**_SPECULATOR, "speculators_model_type": "peagle", "mask_token_id": MASK, "fc_norm": True,
@@ -45,7 +46,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
                               "dflash_config": {"mask_token_id": MASK, "target_layer_ids": [0, 1, 3]}},
     "dspark": {**_SPECULATOR, "speculators_model_type": "dspark", "mask_token_id": MASK, "block_size": 4,
                "aux_hidden_state_layer_ids": [*LAYERS], "markov_rank": RANK, "markov_head_type": "gated"},
-    "dflash of DeepSpec": {**_LAYER, **_SPARK, "model_type": "qwen3", "markov_rank": 0},
+    "dflash of DeepSpec": {**_LAYER, **_SPARK, "model_type": "qwen3", "markov_rank": 0,
+                           "confidence_head_with_markov": False},
     "dspark of DeepSpec": {**_LAYER, **_SPARK, "model_type": "qwen3", "markov_head_type": "vanilla"},
     "dspark of SpecForge": {
         **_LAYER, "model_type": "qwen3", "architectures": ["DSparkDraftModel"], "block_size": 4,
@@ -65,6 +67,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
 """By layout, the config.json of a head."""
 SHARING, SELECTING, FORGED = "dflash of its authors", "dflash 2 of its authors", "dspark of SpecForge"
 """Layouts that have neither embedding nor output."""
+CONFIDENT = [layout for layout in CONFIGS if "dspark" in layout or "DeepSpec" in layout]
+"""Layouts with a confidence head: of one it reads hidden states alone."""
 
 
 _Convolve = Callable[[Tensor], Callable[[Tensor, int], Tensor]]
@@ -76,6 +80,9 @@ def make_tensors(layout: str, *, seed: int = 0) -> dict[str, Tensor]:
         scale = 4.0 if "codebook" in name or "base_kernel" in name else 1.0
         scale = {"mask_hidden": 8.0, "lm_head.weight": 3.0, "markov_head.markov_w2.weight": 3.0}.get(name, scale)
         found[name] = scale * torch.randn(shape, generator=generator) / shape[-1] ** 0.5 + ("norm" in name)
+    if layout in CONFIDENT:  # estimates that depend on the token before
+        found["confidence_head.proj.weight"][:, WIDTH:] *= 12
+        found["confidence_head.proj.bias"] *= 0.1
     if "draft_vocab_size" in CONFIGS[layout]:
         drafted_D = torch.arange(DRAFTED) * 2
         found["d2t"] = drafted_D - torch.arange(DRAFTED)
@@ -112,12 +119,14 @@ def _shapes(layout: str) -> dict[str, tuple[int, ...]]:
     if config.get("markov_rank") or layout == FORGED:
         place = "markov_head.{}".format
         found |= {place("markov_w1.weight"): (VOCABULARY, RANK), place("markov_w2.weight"): (num_drafted, RANK)}
-        found["confidence_head.proj.weight"] = (1, WIDTH + RANK)
         inner = {"gated": ("gate", 1, 1), "rnn": ("joint", 3, 2)}.get(config.get("markov_head_type", ""))
         if inner:
             name, rows, columns = inner
             found[place(f"{name}_proj.weight")] = rows * RANK, columns * RANK + WIDTH
             found[place(f"{name}_proj.bias")] = (rows * RANK,)
+    if layout in CONFIDENT:
+        found["confidence_head.proj.weight"] = (1, WIDTH + RANK * (layout != "dflash of DeepSpec"))
+        found["confidence_head.proj.bias"] = (1,)
     return found
 
 
@@ -150,12 +159,13 @@ def save_pair(
     return inspect_pair(folder)
 
 
-def reference(
+def reference(  # noqa: PLR0913
     layout: str, tensors: Mapping[str, Tensor], text: Sequence[int], taps_CX: Tensor, drafted: Sequence[int], *,
-    num_drafted: int, table_VE: Tensor, output_VE: Tensor, skipped: range = range(0),
+    num_drafted: int, table_VE: Tensor, output_VE: Tensor, skipped: range = range(0), of_confidence: bool = False,
 ) -> Tensor:  # fmt: skip
     """Logits (V,) of the token behind a text and some drafted ones, of a pass that drafts so many.
 
+    With `of_confidence` the logit (1,) of its acceptance in their place.
     `table_VE` and `output_VE` are those of the target. A block does not see the `skipped` positions.
     """
     config, found = CONFIGS[layout], {name: tensor.double() for name, tensor in tensors.items()}
@@ -171,6 +181,11 @@ def reference(
         context_CE = norm(taps_CX.double() @ found["fc.weight"].T, found["hidden_norm.weight"])
         x_NE = _block(found, table_VE[[text[-1], *[MASK] * num_masks]], context_CE, layout, skipped)[-num_drafted:]
     normed_NE = norm(x_NE, found["norm.weight"])
+    if of_confidence:
+        weight_1F, features_F = found["confidence_head.proj.weight"], normed_NE[depth]
+        if weight_1F.shape[1] > WIDTH:
+            features_F = torch.cat([features_F, found["markov_head.markov_w1.weight"][[text[-1], *drafted][-1]]])
+        return weight_1F @ features_F + found["confidence_head.proj.bias"]
     logits_D = output_DE @ normed_NE[depth]
     if config.get("markov_rank") or layout == FORGED:
         logits_D = logits_D + _follows(found, config, [text[-1], *drafted], normed_NE)

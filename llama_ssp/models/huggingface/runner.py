@@ -196,9 +196,10 @@ class ModuleRunner(CachedRunner):
         else:
             masks = self._masks.rows(positions_BT, bucket=bucket)
         mask = mask_argument(self._model.config, masks)
+        in_round = score_positions_BR is None or cache_rows_B is None
         self._counter.chosen.clear()
         for experts in self._experts:
-            experts.in_round = cache_rows_B is None
+            experts.in_round = in_round
         head: Any = self._model.get_output_embeddings()
         head = getattr(head, "shared", None) or head
         if is_cut := isinstance(head, GatheredLinear):
@@ -218,9 +219,8 @@ class ModuleRunner(CachedRunner):
             self._stage.send(leaving(logits_BRV.flatten(0, 1), self._stage, taps, slots_M), comm=self.comm)
             scored = positions_BT if score_positions_BR is None else score_positions_BR
             logits_BRV = logits_BRV.new_empty(*scored.shape, 0)
-        # A verification scores all of several tokens in all rows; a prompt's forward does not.
-        is_verification = score_positions_BR is None and cache_rows_B is None and not self._is_lent
-        if is_verification and positions_BT.shape[1] > 1:
+        # A verification scores all of several tokens; a prompt's forward does not.
+        if score_positions_BR is None and not self._is_lent and positions_BT.shape[1] > 1:
             self._counter.count()
         if self._exit:
             return logits_BRV.float()

@@ -78,9 +78,9 @@ def by_torch(  # noqa: PLR0913, PLR0917 - the arguments of an operator
 
 
 @cache
-def find_attention(dtype: torch.dtype, head_dim: int, rows: KeptRows = SINGLES) -> Attention | None:
+def find_attention(head_dim: int, rows: KeptRows = SINGLES) -> Attention | None:
     """The operator for these heads and rows of the cache, compiled at the first call; None if it cannot be had."""
-    if dtype is not torch.float32 or head_dim % LANES or head_dim > _WIDEST or rows.kind not in _KINDS:
+    if head_dim % LANES or head_dim > _WIDEST or rows.kind not in _KINDS:
         return None
     return find_operator(
         f"attention_{rows.kind}_{head_dim}(Tensor qkv, Tensor turns, Tensor positions, Tensor slots, Tensor(a!) cache, "

@@ -51,7 +51,8 @@ class LayerOperator:
         if norms:
             norm_heads(split(), norms, heads)
         place = self.place(number, lambda: split().narrow(1, heads.num, 2 * heads.num_kv))
-        return self.attention(qkv_MO, *place, heads.num, heads.scale, self.window or 0)
+        attended_ME = self.attention(qkv_MO.float(), *place, heads.num, heads.scale, self.window or 0)
+        return attended_ME.to(qkv_MO.dtype)
 
     def place(self, number: int, like: Callable[[], Tensor]) -> TokenPlaces:
         """Where the tokens are, for a layer; `like` makes what its keys and values are like."""
@@ -62,10 +63,13 @@ class LayerOperator:
 
 
 class CompiledAttention:
-    """Attention of a model by an operator, for heads of one size over a cache of rows; see `OperatorAttention`."""
+    """Attention of a model by an operator, for heads of one size over a cache of rows; see `OperatorAttention`.
 
-    def __init__(self, operator: Attention, head_dim: int, rows: KeptRows) -> None:
-        self.operator, self._head_dim, self._rows = operator, head_dim, rows
+    Models in 16 bits round what goes in and out: each forward, whatever its size, computes the parts of their layers.
+    """
+
+    def __init__(self, operator: Attention, head_dim: int, rows: KeptRows, *, is_fp32: bool) -> None:
+        self.operator, self._head_dim, self._rows, self._is_fp32 = operator, head_dim, rows, is_fp32
         self._sees_all = ALL  # traces find the tensors that runners hold
 
     def of_forward(
@@ -86,10 +90,10 @@ class CompiledAttention:
         self, layers: Sequence[Sequence[NativeLinear | None]], windows: Sequence[int | None]
     ) -> Iterator[CompiledLayers]:
         """The layers of these products that one operator computes, as many at once as possible."""
-        return whole_layers(layers, self._head_dim, self._rows, windows)
+        return whole_layers(layers, self._head_dim, self._rows, windows) if self._is_fp32 else iter(())
 
 
 def find_model_attention(dtype: torch.dtype, head_dim: int, rows: KeptRows) -> CompiledAttention | None:
     """The attention of a model in this dtype; None where this machine cannot have the operator."""
-    operator = find_attention(dtype, head_dim, rows)
-    return CompiledAttention(operator, head_dim, rows) if operator else None
+    operator = find_attention(head_dim, rows)
+    return CompiledAttention(operator, head_dim, rows, is_fp32=dtype is torch.float32) if operator else None

@@ -88,7 +88,7 @@ def whole_layers(
         numbers = [*group]
         if form is None:
             continue
-        attention = find_attention(torch.float32, head_dim, rows)
+        attention = find_attention(head_dim, rows)
         if operator := _operator_of(form[0], rows, head_dim, attention) if attention else None:
             found = [[part for part in layers[number] if isinstance(part, CompiledLinear)] for number in numbers]
             yield CompiledLayers(numbers[0], found, operator)

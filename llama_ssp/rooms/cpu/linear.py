@@ -133,15 +133,14 @@ class CompiledLinear(NativeLinear):
     def __call__(self, x_MI: Tensor, residual_MO: Tensor | None = None) -> Tensor:
         """See `Linear`."""
         if x_MI.dtype is torch.float32:
-            return self._call(x_MI, self._bias_O, self._none if residual_MO is None else residual_MO)
-        y_MO = self._call(x_MI.float(), self._none, self._none).to(x_MI.dtype)
-        return added(y_MO, None if self._bias_O is self._none else self._bias_O, residual_MO)
+            return self._call(x_MI, self._none if residual_MO is None else residual_MO)
+        return added(self._call(x_MI.float(), self._none).to(x_MI.dtype), residual_MO)
 
-    def _call(self, x_MI: Tensor, bias_O: Tensor, residual_MO: Tensor) -> Tensor:
+    def _call(self, x_MI: Tensor, residual_MO: Tensor) -> Tensor:
         # The kernel reads rows that follow each other.
         x_MI, residual_MO = (part if part.is_contiguous() else part.contiguous() for part in (x_MI, residual_MO))
-        scales_O = self._scales_O if self._scales_O.dtype is torch.float32 else self._scales_O.float()
-        return self._operator(x_MI, self._packed, scales_O, bias_O, residual_MO, self._none, 0.0, False)
+        packed, scales_O, bias_O, _ = self.operands
+        return self._operator(x_MI, packed, scales_O.float(), bias_O.float(), residual_MO, self._none, 0.0, False)
 
     def take_in(self, norm: Tensor, least_square: float, *, gates: bool) -> bool:
         """See `NativeLinear`."""
@@ -158,7 +157,8 @@ class CompiledLinear(NativeLinear):
     def fused(self, x_MI: Tensor) -> Tensor:
         """See `NativeLinear`."""
         packed, scales_O, bias_O, norm = self.operands
-        return self._operator(x_MI, packed, scales_O, bias_O, self._none, norm, self.least_square, self._gates)
+        operands = packed, scales_O.float(), bias_O.float(), self._none, norm, self.least_square, self._gates
+        return self._operator(x_MI.float(), *operands).to(x_MI.dtype)
 
     @property
     def operands(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -174,17 +174,16 @@ def fits(product: Product, shape: torch.Size) -> bool:
 
 def native_floats(product: Product, weight_OI: Tensor, bias_O: Tensor | None, *, scale: float = 1.0) -> CompiledLinear:
     """A layer of fp32 weights, or of ones that fp16 holds, multiplied by `scale`, a power of two."""
-    weight_OI = weight_OI if scale == 1.0 else weight_OI * scale
+    weight_OI = weight_OI if scale == 1.0 else weight_OI.float() * scale
     return CompiledLinear(product, weight_OI.to(FLOATS[product]), torch.tensor(1 / scale), bias_O)
 
 
 def find_linear(weight_OI: Tensor, *, in_halves: float | None, keeps_weight: bool) -> Kernel | None:
-    """The kernel of a weight in fp32; `in_halves` is what fp16 holds it multiplied by, None if it does not."""
-    if weight_OI.dtype is not torch.float32:
-        return None
+    """The kernel of a weight; `in_halves` is what fp16 holds it multiplied by, None if it does not."""
     if in_halves and fits(IN_FP16, weight_OI.shape):
         return partial(native_floats, IN_FP16, scale=in_halves)
-    if (in_halves and can_halve()) or keeps_weight or not fits(IN_FP32, weight_OI.shape):
+    is_fp32 = weight_OI.dtype is torch.float32
+    if not is_fp32 or (in_halves and can_halve()) or keeps_weight or not fits(IN_FP32, weight_OI.shape):
         return None
     return partial(native_floats, IN_FP32)
 

@@ -49,6 +49,7 @@ class Evidence:
         sums: of the speculative texts, if the suite needs them.
         apart: total variation between the run's processors and transformers' warpers, if the suite needs sums.
         out_of_reach: faults that no text of the run can show.
+        is_reproducible: bits of logits did not depend on the draft.
     """
 
     config: RunConfig
@@ -57,6 +58,7 @@ class Evidence:
     sums: "Sequence[TextSums]" = ()
     apart: float = 0.0
     out_of_reach: "Sequence[str]" = ()
+    is_reproducible: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

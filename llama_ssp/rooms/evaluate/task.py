@@ -54,7 +54,8 @@ def evaluate(session: Session, requests: list[PromptRequest]) -> None:
         sums = [found.sums for found in scores if found.sums]
         apart = variation_from_warpers(config.sampling, session.world.device) if suite.needs_sums else 0.0
         evaluation = suite.judge(Evidence(
-            config=config, pairs=pairs, log_probs=log_probs, sums=sums, apart=apart, out_of_reach=[*_hidden(session)]
+            config=config, pairs=pairs, log_probs=log_probs, sums=sums, apart=apart, out_of_reach=[*_hidden(session)],
+            is_reproducible=session.is_reproducible,
         ))  # fmt: skip
     session.judge(evaluation, has_gate=task.gate)
 

@@ -46,6 +46,8 @@ _LAYERS_BEFORE = "target_layer_ids"
 _MASKS = "mask_token_id", "ptd_token_id"
 FC, MARKOV, SELECTOR = "fc", "markov_head", "candidate_selector"
 """The product of a head that maps taps to a hidden state, and the parts that join drafted tokens."""
+CONFIDENCE = "confidence_head.proj"
+"""Of DSpark, what estimates if a token will be accepted."""
 MASK = "mask_hidden"
 """The tensor of taps that mask tokens are read with."""
 MARKOV_HEADS = "vanilla", "gated", "rnn"
@@ -72,6 +74,7 @@ class HeadConfig:
     drafts_at_anchor: bool  # the position of the newest token drafts the first token, else the first mask's does.
     markov_rank: int  # width of the Markov head; 0 without.
     markov_head: str  # one of `MARKOV_HEADS`.
+    confidence_size: int = 0  # numbers that the estimate of an acceptance reads; 0 without one.
     reaches: tuple[Reach, ...] = ()  # of the layers of a block.
     selector: tuple[int, int] | None = None  # of DFlash 2: width of its selector, and tokens that it scores.
     convolution: tuple[int, int] = (0, 0)  # of DFlash 2: positions that a convolution reads, and features of a group.
@@ -96,7 +99,7 @@ class HeadConfig:
             target_vocab_size=layers.vocab_size, target_hidden_size=self.target_hidden_size,
             num_taps=len(self.layers) if self.layers else NUM_TAPS, most_drafted=self.most_drafted,
             tapped_layers=self.layers or (),
-            sees_by_itself=not self.sees_all or self._has_windows,
+            sees_by_itself=not self.sees_all or self._has_windows, has_confidence=self.confidence_size > 0,
             markov_size=sum(map(math.prod, self.joining_sizes(layers.hidden_size, layers.vocab_size).values())),
         )  # fmt: skip
 
@@ -115,6 +118,8 @@ class HeadConfig:
     def joining_sizes(self, width: int, vocab_size: int) -> dict[str, tuple[int, ...]]:
         """The shapes of the tensors that join the tokens of a block, over `vocab_size` tokens of the target."""
         sizes = {f"{MARKOV}.{name}": size for name, size in self.markov_sizes(width, vocab_size).items()}
+        if size := self.confidence_size:
+            sizes |= {f"{CONFIDENCE}.weight": (1, size), f"{CONFIDENCE}.bias": (1,)}
         if self.selector:
             rank, _ = self.selector
             books = f"{SELECTOR}.predecessor_codebook.weight", f"{SELECTOR}.successor_codebook.weight"
@@ -192,10 +197,21 @@ def read_head_config(content: Mapping[str, Any], file: Path) -> HeadConfig | Non
         mask_token_id=mask,
         most_drafted=max(block_size - (not at_anchor), 1) if kind == DFLASH else 0,
         drafts_at_anchor=at_anchor, markov_rank=rank, markov_head=markov_head,
+        confidence_size=_confidence_size(of_spark, rank, sizes["hidden_size"], file) if is_spark else 0,
         reaches=reaches, norms_last=kind == DFLASH and SPECULATOR not in content,
         **_of_dflash(content, file) if kind == DFLASH else {},
         **_of_selector(content, sizes, block_size, file) if found == DFLASH2 else {},
     )  # fmt: skip
+
+
+def _confidence_size(of_spark: Mapping[str, Any], rank: int, width: int, file: Path) -> int:
+    """See `HeadConfig.confidence_size`: `speculators` has an estimate unless the file says otherwise."""
+    if not of_spark.get("enable_confidence_head", SPECULATOR in of_spark):
+        return 0
+    joins = bool(of_spark.get("confidence_head_with_markov", True))
+    if joins and not rank:
+        raise CheckpointError(f"{file} has confidence_head_with_markov without a Markov head: download it again")
+    return width + rank * joins
 
 
 def _check_numbers(needed: Mapping[str, Any], file: Path) -> None:

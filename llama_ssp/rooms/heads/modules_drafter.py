@@ -86,12 +86,7 @@ class ModulesDrafter(HeadDrafter):
         draft = super().propose(
             rows, num_tokens=num_tokens + more, uniforms_BKP=uniforms_BKP, bucket=bucket, num_unread=num_unread
         )
-        if not more:
-            return draft
-        law = draft.law
-        if isinstance(law, Tensor):
-            law = torch.cat([law[:, :num_tokens], law[:, -1:]], dim=1)
-        return Draft(draft.ids_BK[:, :num_tokens], law)
+        return draft.first(num_tokens) if more else draft
 
     def _reading(self, rows: Rows, *, bucket: int, num_unread: int) -> ReadLevel:
         """After the last module, the next pair has that one's own output."""

@@ -2,7 +2,8 @@
 
     P-EAGLE    pairs of taps and tokens, then pairs of one learned tap and the mask token; each sees earlier pairs
     DFlash     taps, whose keys and values each layer computes, then newest token and mask tokens; see `reaches`
-    DSpark     the same, and for each position the logits of what follows the token drafted before it
+    DSpark     the same, and for each position the logits of what follows the token drafted before it, and an estimate
+               of whether its token will be accepted
     DFlash 2   the same, whose layers convolve over the block; the most probable tokens of a position get their final
                logits from the token drafted before it, and others none
 
@@ -11,7 +12,7 @@ overwrites. Source: see there.
 
 Shapes: B sequences, C positions of the context, N of the block, T = C + N, K drafted tokens, M nodes of a tree, E
 width, X taps, O drafted tokens of this rank, V vocabulary, S width of the Markov head or the selector, Q candidates,
-U slots that are read, G groups of F features, L taps of a convolution.
+U slots that are read, G groups of F features, or F that an estimate reads, L taps of a convolution.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,9 +34,9 @@ from llama_ssp.models.runner import TreePlaces
 from llama_ssp.models.vocabulary import own_part
 from llama_ssp.models.weights import Loading, Weights
 from llama_ssp.ranks.comms import Reads, best_of
-from llama_ssp.rooms.heads.layouts import CONVOLUTIONS, MARKOV, MASK, SELECTOR
+from llama_ssp.rooms.heads.layouts import CONFIDENCE, CONVOLUTIONS, MARKOV, MASK, SELECTOR
 from llama_ssp.rooms.heads.one_pass_drafter import OnePassDrafter
-from llama_ssp.rooms.heads.protocol import Following
+from llama_ssp.rooms.heads.protocol import Confident, Following
 from llama_ssp.rooms.heads.reaches import Reach
 from llama_ssp.rooms.heads.runner import Attention, HeadRunner
 from llama_ssp.rooms.heads.sources import HeadSource
@@ -53,9 +54,13 @@ class _Markov:
         self.is_recurrent = any("joint" in name for name in names)
         self._inner = [make_linear(*weights.linear(name.removesuffix(".weight"))) for name in names]
 
+    def embedded(self, ids_BM: Tensor) -> Tensor:
+        """The embeddings (B, M, S) of tokens."""
+        return functional.embedding(ids_BM, self._embedding_VS)
+
     def __call__(self, ids_BM: Tensor, hidden_BME: Tensor, state_BMS: Tensor) -> tuple[Tensor, Tensor]:
         """Return them, and the next state."""
-        inner_MS = functional.embedding(ids_BM.flatten(), self._embedding_VS)
+        inner_MS = self.embedded(ids_BM).flatten(0, 1)
         state_MS, hidden_ME = state_BMS.flatten(0, 1), hidden_BME.flatten(0, 1)
         if self.is_recurrent:
             joined = self._inner[0](torch.cat([state_MS, inner_MS, hidden_ME], dim=-1))
@@ -259,6 +264,9 @@ class BlockRunner(ParallelRunner):
         outputs = slice(self._first_output, self._first_output + self._head_sizes[self._comm.rank])
         markov = _Markov(weights, outputs) if self._markov_rank else None
         self._markov = loading.into.keep(markov, "_markov")
+        confidence = [weights.take(f"model.{CONFIDENCE}.{part}") for part in ("weight", "bias")
+                      if self._config.confidence_size]  # fmt: skip
+        self._confidence = loading.into.keep(confidence, "_confidence")
         selector = _Selector(weights, self._config.selector[1]) if self._config.selector else None
         self._selector = loading.into.keep(selector, "_selector")
 
@@ -316,6 +324,20 @@ class BlockRunner(ParallelRunner):
         logits_BKO = self._bent(logits_BKO)
         if self._selector:
             return self._selected(self._norm(hidden_BKE), logits_BKO)
+        if not self._confidence:
+            return self._joining(hidden_BKE, logits_BKO)
+        following, normed_BKE = self._joining(hidden_BKE, logits_BKO), self._norm(hidden_BKE)
+
+        def confidence(before_BK: Tensor) -> Tensor:
+            features_BKF = normed_BKE[:, : before_BK.shape[1]]
+            if self._confidence[0].shape[1] > normed_BKE.shape[2]:
+                assert self._markov
+                features_BKF = torch.cat([features_BKF, self._markov.embedded(before_BK)], dim=-1)
+            return functional.linear(features_BKF, *self._confidence)[..., 0]
+
+        return Confident(following, confidence)
+
+    def _joining(self, hidden_BKE: Tensor, logits_BKO: Tensor) -> Following:
         if self._markov is None:
             return super()._following(hidden_BKE, logits_BKO)
         hidden_BKE, markov = self._norm(hidden_BKE), self._markov

@@ -6,19 +6,38 @@
       DFlash: the newest token and masks                                 t    mask  mask  mask
 
 Each position of the block has the law of one drafted token, given the text; with a Markov head, given the token drafted
-before it as well. Each is drawn by uniforms of its own, as the rule draws.
+before it as well. Each is drawn by uniforms of its own, as the rule draws. With `draft.confidence` a draft ends before
+the first token that the head's estimate of its acceptance is less for; the estimate reads the token before.
 
-Shapes: B sequences, C = K + 1 positions of the context, T of the forward, M nodes of a level, V vocabulary.
+Shapes: B sequences, C = K + 1 positions of the context, T of the forward, K drafted tokens, M nodes of a level, V
+vocabulary.
 """
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from llama_ssp.rooms.heads.drafter import HeadDrafter
-from llama_ssp.rooms.heads.protocol import OnePassHead
+from llama_ssp.rooms.heads.protocol import Confident, Following, OnePassHead
+from llama_ssp.rooms.heads.records import least_confidence
 from llama_ssp.speculate.drafters.drafter import DrafterParts
 from llama_ssp.speculate.sampling.context import Rows
 from llama_ssp.speculate.sampling.trees import Level, ReadLevel
+
+_ALL_COUNT = 2**31
+
+
+@dataclass(frozen=True)
+class _Block:
+    """The logits of a block, level by level; a `ReadLevel`."""
+
+    following: Following
+    newest_B1: Tensor
+
+    def __call__(self, level: Level | None) -> Tensor:
+        depth, ids_BM, _, parents_BM, _ = level or Level(0, self.newest_B1)
+        return self.following(depth, ids_BM, parents_BM)
 
 
 class OnePassDrafter(HeadDrafter):
@@ -29,6 +48,7 @@ class OnePassDrafter(HeadDrafter):
     def __init__(self, parts: DrafterParts) -> None:
         super().__init__(parts)
         self._block_T = torch.arange(self._head.block_size(self._width - 1), device=parts.device)
+        self._least_confidence = least_confidence(parts.config)
 
     def _reading(self, rows: Rows, *, bucket: int, num_unread: int) -> ReadLevel:
         tokens_BS, newest_B1 = rows.tokens_BS, rows.lengths_B[:, None] - 1
@@ -42,9 +62,13 @@ class OnePassDrafter(HeadDrafter):
             self._hidden(context_BC, self._in_taps(rows)), positions_BT, num_drafted=self._width - 1, bucket=bucket,
             cache_rows_B=rows.places,
         )  # fmt: skip
+        return _Block(following, tokens_BS.gather(1, newest_B1))
 
-        def logits_of(level: Level | None) -> Tensor:
-            depth, ids_BM, _, parents_BM, _ = level or Level(0, tokens_BS.gather(1, newest_B1))
-            return following(depth, ids_BM, parents_BM)
-
-        return logits_of
+    def _num_counted(self, read: ReadLevel, ids_BK: Tensor) -> Tensor | tuple[()]:
+        if not self._least_confidence:
+            return ()
+        assert isinstance(read, _Block)
+        assert isinstance(read.following, Confident), "else refused by `records`"
+        logits_BK = read.following.confidence(torch.cat([read.newest_B1, ids_BK[:, :-1]], dim=1))
+        num_B1 = (logits_BK.float().sigmoid() >= self._least_confidence).cumprod(1).sum(1, keepdim=True)
+        return num_B1.masked_fill(num_B1 == ids_BK.shape[1], _ALL_COUNT)

@@ -4,6 +4,7 @@ Shapes: B sequences, T positions of a forward, R positions to score, E width, X 
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
@@ -92,6 +93,18 @@ class ModulesHead(Head, Protocol):
 Following = Callable[[int, Tensor, Tensor | None], Tensor]
 """Maps a depth, tokens (B, M) that were drafted before it, and their parents' places among those of the call before, or
 None in chains, to the logits (B, M, V) of the tokens behind them. Depth 0 comes first, with the newest token."""
+
+
+@dataclass(frozen=True)
+class Confident:
+    """A `Following`, and what maps the tokens (B, K) before each drafted one to its logit of being accepted (B, K)."""
+
+    following: Following
+    confidence: Callable[[Tensor], Tensor]
+
+    def __call__(self, depth: int, ids_BM: Tensor, parents_BM: Tensor | None) -> Tensor:
+        """See `Following`."""
+        return self.following(depth, ids_BM, parents_BM)
 
 
 class OnePassHead(Head, Protocol):

@@ -1,15 +1,20 @@
 """The records of draft heads: EAGLE-3, P-EAGLE, DFlash, DSpark, and the MTP layers of a target. Imports no torch."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 from llama_ssp import catalogue
 from llama_ssp.architectures.model_files import num_layers_ahead
 from llama_ssp.catalogue import ModelConfig
 from llama_ssp.draft_heads import DraftHead
+from llama_ssp.fields import setting
+from llama_ssp.groups import MoreSettings
 from llama_ssp.rooms.heads.layouts import BLOCK_HEAD, HEAD, PARALLEL_HEAD, is_padded_alike, read_head_config
 from llama_ssp.rooms.heads.mtp import MTP_KINDS, check_mtp, no_mtp
 from llama_ssp.settings.combinations import Ability, num_steps
+from llama_ssp.settings.drafters import ModelDraftConfig
 from llama_ssp.settings.schema import RunConfig
+from llama_ssp.settings.tasks import NoEffect, task_of
 from llama_ssp.words import said
 
 FAMILIES = HEAD, PARALLEL_HEAD, BLOCK_HEAD
@@ -21,6 +26,33 @@ OF_TARGET = DraftHead(
     is_in=lambda field: num_layers_ahead(field) > 0, check=check_mtp,
     describe="llama_ssp.rooms.heads.sources:describe_mtp",
 )  # fmt: skip
+
+
+@dataclass(kw_only=True)
+class ConfidenceConfig(ModelDraftConfig):
+    """The draft model, and where its drafts end."""
+
+    confidence: float = setting(
+        0.0,
+        "a DSpark head ends a draft before the first token that it expects to be accepted with less than this "
+        "probability; 0 drafts K tokens.",
+    )
+
+    @property
+    def ends_early(self) -> bool:
+        """See `DrafterConfig`."""
+        return self.confidence > 0
+
+
+SETTINGS = MoreSettings(
+    name="confidence", config=ConfidenceConfig,
+    ranges=(("draft.confidence", lambda p: 0 <= p < 1, "at least 0 and below 1"),),
+)  # fmt: skip
+
+
+def least_confidence(draft: object) -> float:
+    """The setting of a draft; 0 if it has none."""
+    return draft.confidence if isinstance(draft, ConfidenceConfig) else 0.0
 
 
 def _is_mtp(draft: ModelConfig | None) -> bool:
@@ -90,3 +122,27 @@ A_HEAD = Ability(name="a head", has=_is_head, clashes=_OF_HEADS, problems=_probl
 A_BLOCK = Ability(name="a block", has=lambda config: _block(config) > 0, clashes=_OF_BLOCKS, words=_words_of_blocks)
 MORE_THAN_A_BLOCK = Ability(name="more than a block", has=lambda config: num_steps(config) > _block(config))
 MTP = Ability(name="MTP layers", has=lambda config: _is_mtp(config.draft.model), clashes=_OF_MTP)
+
+
+def _has_no_estimate(config: RunConfig) -> bool:
+    draft = config.draft.model
+    return draft is not None and (_is_mtp(draft) or bool(draft.shape and not draft.shape.has_confidence))
+
+
+def _effect_of_confidence(config: RunConfig) -> Iterator[NoEffect]:
+    if least_confidence(config.draft) and config.draft.model is None and not task_of(config).needs_draft:
+        yield NoEffect("draft.confidence", "without a draft model: give a DSpark head with draft=NAME")
+
+
+_OF_CONFIDENCE = {
+    "a draft without a confidence head": "{confidence} is of DSpark heads with a confidence head, and draft={draft} "
+    "has none: leave it out",
+    "a tree": "{confidence} ends chains: leave it or {tree_key} out",
+    "forced lengths": "{confidence} ends drafts, and {forced} says how many of their tokens count: leave one out",
+}
+CONFIDENCE = Ability(
+    name="a draft that ends early", has=lambda config: least_confidence(config.draft) > 0, clashes=_OF_CONFIDENCE,
+    words=lambda config: {"confidence": said("draft.confidence", least_confidence(config.draft))},
+    problems=_effect_of_confidence,
+)  # fmt: skip
+WITHOUT_CONFIDENCE = Ability(name="a draft without a confidence head", has=_has_no_estimate)

@@ -53,7 +53,8 @@ def notes(spec: PlanSpec, hardware: HardwareConfig, timed: Timing) -> Iterator[s
             f"{narrow_setting} {rounded(1e3 * timing(narrow, hardware).plain_s)} ms/token in place of "
             f"{rounded(1e3 * timed.plain_s)} plain, and room for {rows} rows, or rows of {tokens} tokens"
         )
-    for settings in ({"window": _WINDOW}, {"layers": spec.num_target_layers // 2}) if not spec.drafts else ():
+    can_draft = not spec.drafts and spec.num_stages == 1  # with all layers on its ranks
+    for settings in ({"window": _WINDOW}, {"layers": spec.num_target_layers // 2}) if can_draft else ():
         ((name, value),) = settings.items()
         words = said("draft", KIND), said(f"draft.{name}", value)
         if value < length and accepted(*words) and (least := gains_from(spec, hardware, timed.plain_s, **settings)):

@@ -204,7 +204,12 @@ class StepwiseDrafter:
         ids_BK = torch.cat(drafted, dim=1)
         tokens_BS.scatter_(1, lengths_B1 + self._offsets_K[:num_tokens], ids_BK)
         nothing_B1V = self._tables.nothing_B1V[: len(ids_BK)]
-        return Draft(ids_BK, torch.cat([*probs, nothing_B1V], dim=1) if probs else POINT_MASS)
+        law = torch.cat([*probs, nothing_B1V], dim=1) if probs else POINT_MASS
+        return Draft(ids_BK, law, num_B1=self._num_counted(read, ids_BK))
+
+    def _num_counted(self, _read: ReadLevel, _ids_BK: Tensor) -> Tensor | tuple[()]:
+        """See `Draft.num_B1`; `_read` has read these tokens, but for the last one."""
+        return ()
 
 
 def with_forced(

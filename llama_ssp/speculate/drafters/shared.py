@@ -89,6 +89,7 @@ class _SharedDrafter:
         self.repeats_operators = inner is None or inner.repeats_operators
         self.reads_by_length = inner is None or inner.reads_by_length
         self._offsets_K = torch.arange(parts.num_draft_tokens, device=parts.device)
+        self._ends_early = parts.config.ends_early
 
     @property
     def num_allocations(self) -> int:
@@ -104,6 +105,19 @@ class _SharedDrafter:
         """Read new prompts on the ranks that draft."""
         if self._inner:
             self._inner.prefill(prompts, rows=rows, buckets=buckets)
+
+    def _packed(self, draft: Draft) -> Tensor:
+        """The ids of a draft, and how many of them count if it says so (B, X); any numbers without a draft."""
+        if not self._ends_early:
+            return draft.ids_BK
+        num_B1 = draft.num_B1 if isinstance(draft.num_B1, Tensor) else draft.ids_BK[:, :1]
+        return torch.cat([draft.ids_BK, num_B1], dim=1)
+
+    def _unpacked(self, draft: Draft, packed_BX: Tensor) -> Draft:
+        """A draft with the ids and numbers of `_packed`."""
+        if not self._ends_early:
+            return draft._replace(ids_BK=packed_BX)
+        return draft._replace(ids_BK=packed_BX[:, :-1], num_B1=packed_BX[:, -1:])
 
     def _write(self, ids_BK: Tensor, rows: Rows, *, num_tokens: int) -> None:
         rows.tokens_BS.scatter_(1, rows.lengths_B[:, None] + self._offsets_K[:num_tokens], ids_BK)
@@ -142,7 +156,7 @@ class BroadcastDrafter(_SharedDrafter):
             ids_BK, parents_BN = both_BX.split(num_tokens, dim=1)
             draft = Draft(ids_BK, nodes=find_topology(parents_BN, depth=self._tree.depth))
         else:
-            draft = draft._replace(ids_BK=self._comm.broadcast(draft.ids_BK, src=self._src))
+            draft = self._unpacked(draft, self._comm.broadcast(self._packed(draft), src=self._src))
         if self._comm.rank != self._src:  # which has written them
             self._write(draft.ids_BK, rows, num_tokens=num_tokens)
         if self._receiver and self._comm.rank == self._src:
@@ -275,6 +289,6 @@ class BatchSplitDrafter(_SharedDrafter):
                 Rows(*(column[own] for column in rows)), num_tokens=num_tokens, uniforms_BKP=uniforms_BKP[own],
                 num_unread=num_unread, bucket=bucket,
             )  # fmt: skip
-        ids_BK = self._split.gather(draft.ids_BK, batch_size=batch_size)
-        self._write(ids_BK, rows, num_tokens=num_tokens)
-        return draft._replace(ids_BK=ids_BK)
+        draft = self._unpacked(draft, self._split.gather(self._packed(draft), batch_size=batch_size))
+        self._write(draft.ids_BK, rows, num_tokens=num_tokens)
+        return draft

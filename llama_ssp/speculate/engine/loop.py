@@ -606,7 +606,7 @@ class Decoding:
             num_examined = None
             if self.round.drafters and not pending.is_prefill:
                 num_examined = self._num_examined(owner, pending.choice, result.num_drafted)
-                observed += [result.num_accepted] * (num_examined > 0)
+                observed += [result.num_accepted] * (num_examined > 0 or not result.num_drafted)
             updates.append(self._extend(owner, result, num_examined, num_forwards=int(not pending.is_prefill)))
         self.decoder.length.observe(pending.choice, observed)
         # A prompt takes the row that holds most of it, so rows are not in the order of prompts.

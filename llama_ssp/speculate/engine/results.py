@@ -79,6 +79,7 @@ class Launched(NamedTuple):
         for *drafted, num_accepted, next_id, flags in values.tolist():
             announced |= flags
             ids, goes_on = [*drafted[:num_accepted], next_id], bool(flags & GOES_ON)
+            num_drafted = len(drafted) - drafted.count(-1)
             error = NOTHING_ALLOWED if flags & EMPTY else LOGITS_ARE_NAN if flags & NOT_A_NUMBER else None
-            found.append(RowResult(len(drafted), num_accepted, ids, drafted[num_accepted:], goes_on, error))
+            found.append(RowResult(num_drafted, num_accepted, ids, drafted[num_accepted:num_drafted], goes_on, error))
         return RoundResult(found, bool(announced & STOP_REQUESTED), bool(announced & NEWS))

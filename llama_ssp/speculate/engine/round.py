@@ -33,9 +33,10 @@ import torch
 from torch import Tensor
 
 from llama_ssp.architectures.engine import SHORT_PROMPTS
+from llama_ssp.architectures.matrices import split_blocks
 from llama_ssp.models.cache import StaticCache, Taps
 from llama_ssp.models.prefill import Buckets, Prompts, ShortForwards, read_prompts
-from llama_ssp.models.runner import Runner
+from llama_ssp.models.runner import Runner, TreePlaces
 from llama_ssp.models.upload import to_device
 from llama_ssp.speculate.drafters.drafter import Drafter, Remembering, TreeTables
 from llama_ssp.speculate.drafters.limited import DraftLimit
@@ -122,6 +123,7 @@ class Round:
         steps: steps that rows need now; None if all rows have the settings of the run.
         tree: of the drafts; None for chains. With a tree, text tokens are read by its mask too, not as a prompt's are.
         masks: of rows with constraints; None if no row may have one.
+        num_groups: of rows, which follow each other through the stages of the target's layers.
     """
 
     has_bonus = True
@@ -130,7 +132,9 @@ class Round:
     def __init__(
         self, target: Runner, *drafters: Drafter, verifier: Verifier, taps: Taps | None = None,
         tree: Tree | None = None, limit: DraftLimit | None = None, has_masks: bool = False,
+        num_groups: int = 1,
     ) -> None:  # fmt: skip
+        self.num_groups = num_groups
         self.target, self.taps, self.tree, self.limit = target, taps, tree, limit
         self.drafters = drafters
         self.verifier, self.steps = verifier, verifier.rule.steps
@@ -172,6 +176,8 @@ class Round:
         for drafting in behind:
             drafted = executor.run(drafting, state)
             clock.add("draft")
+            if isinstance(drafted[1].num_B1, Tensor) and not constraints and self._reads_ends(executor):
+                choice, drafted = self._without_uncounted(choice, *drafted)
         if constraints:
             how: Any = {"choice": choice, "behind": behind, "drafted": drafted, "bucket": bucket}
             result = self._constrained(executor, state, constraints, **how)
@@ -179,6 +185,20 @@ class Round:
             result = executor.run(self.verify_stage(choice, *behind, bucket=bucket), state, *drafted)
         clock.add("verify")
         return result, POINT_MASS
+
+    def _reads_ends(self, executor: Executor) -> bool:
+        """Whether the host reads where drafts end, so that a round verifies no more than the longest one."""
+        return self.may_shorten and self.target.device.type == "cpu" and not executor.replays_addresses
+
+    def _without_uncounted(
+        self, choice: DraftChoice, uniforms_BN: Tensor, draft: Draft
+    ) -> tuple[DraftChoice, tuple[Any, ...]]:
+        """The round without the tokens that count in no row."""
+        assert isinstance(draft.num_B1, Tensor)
+        number = min(int(draft.num_B1.max()), choice.num_tokens)
+        if number < choice.num_tokens:
+            draft = draft.first(number)
+        return choice._replace(num_tokens=number), (uniforms_BN, draft) if number else ()
 
     def _constrained(
         self, executor: Executor, state: BatchState, constraints: Sequence[Constraint | None], *, choice: DraftChoice,
@@ -252,12 +272,15 @@ class Round:
     ) -> Tensor:  # fmt: skip
         """Let the rule accept a path of a scored draft, and commit that."""
         context, bits_BWX = self._context(state, num_drafted=num_tokens), None
+        most_B1 = self._most(longest, state)
+        if isinstance(draft.num_B1, Tensor):
+            most_B1 = draft.num_B1 if most_B1 is None else most_B1.minimum(draft.num_B1)
         if has_masks and self.masks:
             bits_BWX = self.masks.bits_BTX[: len(uniforms_BN), : num_tokens + 1]
         forced = self.verifier.forced
         decision = self.verifier.verify(
             draft, *self.verifier.process(logits_BWV, context, bits_BWX),
-            draws=self._draws(state, uniforms_BN, draft, num_tokens), most_B1=self._most(longest, state),
+            draws=self._draws(state, uniforms_BN, draft, num_tokens), most_B1=most_B1,
             forced_B1=forced.lengths(state.lengths_B - state.prompt_lengths_B) if forced else None,
         )  # fmt: skip
         return state.commit(*self._follow(state, draft, decision))
@@ -269,9 +292,7 @@ class Round:
         taken_B = None
         if self.target.is_recurrent:  # none in rows that ended, or whose prompt is being read
             taken_B = (state.lengths_B < state.limits_B) * (num_drafted + 1)
-        logits_BWV = self.target.forward(
-            ids_BW, positions_BW, bucket=bucket, cache_rows_B=state.rows.places, taps=self.taps, taken_B=taken_B
-        )
+        logits_BWV = self._forward(state, ids_BW, positions_BW, bucket=bucket, taken_B=taken_B)
         return logits_BWV, self._context(state, num_drafted=num_drafted)
 
     def _context(self, state: BatchState, *, num_drafted: int) -> Context | None:
@@ -285,14 +306,33 @@ class Round:
         root_B1 = state.lengths_B[:, None] - 1
         positions_BW, places = self._nodes.places(root_B1, 0, nodes.depths_BT, nodes.ancestors_BTT, bucket=bucket)
         ids_BW = torch.cat([state.tokens_BS.gather(1, root_B1), ids_BN], dim=1)
-        return self.target.forward(
-            ids_BW, positions_BW, bucket=bucket, cache_rows_B=state.rows.places, taps=self.taps, tree=places
-        )
+        return self._forward(state, ids_BW, positions_BW, bucket=bucket, tree=places)
+
+    def _forward(
+        self, state: BatchState, ids_BW: Tensor, positions_BW: Tensor, *, bucket: int, taken_B: Tensor | None = None,
+        tree: TreePlaces | None = None,
+    ) -> Tensor:  # fmt: skip
+        """The target's logits, group after group, so that each stage of its layers reads while others read others."""
+        rows_B, num_rows = state.rows.places, len(ids_BW)
+        num_groups = min(self.num_groups, num_rows)
+        if num_groups > 1 and rows_B is None:
+            rows_B = torch.arange(num_rows, device=ids_BW.device)
+        found = []
+        for group in split_blocks(num_rows, num_groups):
+            rows = slice(group.start, group.stop) if num_groups > 1 else slice(None)
+            found.append(
+                self.target.forward(
+                    ids_BW[rows], positions_BW[rows], bucket=bucket,
+                    cache_rows_B=None if rows_B is None else rows_B[rows], taps=self.taps,
+                    tree=tree and tree.of_rows(rows), taken_B=None if taken_B is None else taken_B[rows],
+                )
+            )  # fmt: skip
+        return found[0] if num_groups == 1 else torch.cat(found)
 
     def _follow(self, state: BatchState, draft: Draft, decision: Decision) -> tuple[Decision, Tensor]:
         """Move the accepted path of a tree to follow the text; returns the decision on this chain, and its tokens."""
         if not isinstance(draft.nodes, Topology):
-            return decision, draft.ids_BK
+            return decision, draft.told_ids
         lengths_B1 = state.lengths_B[:, None]
         num_accepted_B1, path_BD = draft.nodes.path_to(decision.node_B1)
         from_BD, to_BD = lengths_B1 - 1 + path_BD, lengths_B1 + self._steps_D

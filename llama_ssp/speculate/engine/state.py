@@ -201,7 +201,7 @@ class BatchState(NamedTuple):
         """Append the tokens decided on a chain to the text, up to each row's limit.
 
         The drafted tokens, if any, are in `tokens_BS` already. Returns the round's result (B, K + 3), int64: these,
-        then the decision, not cut at the limits.
+        -1 for one that does not count, then the decision, not cut at the limits.
         """
         lengths_B1 = self.lengths_B.unsqueeze(1)
         lengths_B1.add_(decision.node_B1)

@@ -132,11 +132,18 @@ def find_topology(parents_BN: Tensor, *, depth: int) -> Topology:
 
 
 class Draft(NamedTuple):
-    """Drafted tokens, the law that each was drawn from, and their tree."""
+    """Drafted tokens, the law that each was drawn from, and their tree.
+
+    Attributes:
+        num_B1: how many tokens of a chain count in each row, above K where all do; those after them are as if they had
+            not been drafted. Whether a token counts may depend on the text and the tokens before it, not on itself or
+            later ones. Empty if all tokens of all rows count.
+    """
 
     ids_BK: Tensor
     law: Law = POINT_MASS
     nodes: Chain | Topology = Chain()
+    num_B1: Tensor | tuple[()] = ()
 
     @property
     def is_certain(self) -> bool:
@@ -157,12 +164,21 @@ class Draft(NamedTuple):
         probs_BTV[:, :-1].scatter_(-1, self.ids_BK[..., None], 1.0)
         return probs_BTV
 
-    def first(self) -> "Draft":
-        """The chain of its first token alone."""
+    @property
+    def told_ids(self) -> Tensor:
+        """The ids (B, K), -1 for tokens that do not count."""
+        if not isinstance(self.num_B1, Tensor):
+            return self.ids_BK
+        return self.ids_BK.masked_fill(torch.ones_like(self.ids_BK).cumsum(1) > self.num_B1, -1)
+
+    def first(self, num_tokens: int = 1) -> "Draft":
+        """The chain of its first tokens alone."""
+        ids_BK = self.ids_BK[:, :num_tokens]
         if self.is_certain:
-            return Draft(self.ids_BK[:, :1])
-        first_B1V = self.drawn_law[:, :1]
-        return Draft(self.ids_BK[:, :1], torch.cat([first_B1V, torch.zeros_like(first_B1V)], dim=1))
+            return Draft(ids_BK, num_B1=self.num_B1)
+        first_BKV = self.drawn_law[:, :num_tokens]
+        law_BTV = torch.cat([first_BKV, torch.zeros_like(first_BKV[:, :1])], dim=1)
+        return Draft(ids_BK, law_BTV, num_B1=self.num_B1)
 
     def followed_by(self, other: "Draft") -> "Draft":
         """The chain of the tokens of two chains."""

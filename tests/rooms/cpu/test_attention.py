@@ -27,7 +27,7 @@ FORMATS = {name: rows_of(name, torch.float32) for name in CACHES.all()}
 def made(head_dim: int, rows: KeptRows = SINGLES) -> Attention:
     if not has_features(NEEDS):
         pytest.skip("this processor has no such attention")
-    attention = find_attention(torch.float32, head_dim, rows)
+    attention = find_attention(head_dim, rows)
     assert attention
     return attention
 

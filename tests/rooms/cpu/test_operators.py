@@ -54,7 +54,7 @@ def test_without_the_compiler_the_references_give_the_same(
 
 FINDERS: dict[str, tuple[object, Callable[[], object]]] = {
     "linear": (linear, lambda: linear.product_of(format_of("int8_weight_only").product)),
-    "attention": (attention, lambda: attention.find_attention(torch.float32, 32)),
+    "attention": (attention, lambda: attention.find_attention(32)),
     "draw": (draw, draw.find_draw),
     "layer": (layer, lambda: layer._operator_of(IN_FP16, SINGLES, 32, _parts_of_layer())),
 }
@@ -62,7 +62,7 @@ FINDERS: dict[str, tuple[object, Callable[[], object]]] = {
 
 def _parts_of_layer() -> attention.Attention:
     linear.product_of(IN_FP16)
-    found = attention.find_attention(torch.float32, 32)
+    found = attention.find_attention(32)
     return found or pytest.skip("this processor has no such layer")
 
 

@@ -124,6 +124,15 @@ def test_texts_part_at_their_first_difference(plain: list[int], fast: list[int],
     assert agreement.place_of_difference(CompletionPair(*both(plain, fast))) == place
 
 
+def test_greedy_texts_of_a_reproducible_run_are_equal_or_fail() -> None:
+    settings, known = config("agreement"), {(1, PLAIN, 0): [-1.0, -2.0], (1, SPECULATIVE, 0): [-1.0, -2.0]}
+    apart, equal = CompletionPair(*both([1, 2], [1, 4], index=1)), CompletionPair(*both([1, 2], [1, 2]))
+    for pairs, passed in (([equal, apart], False), ([equal], True)):
+        found = agreement.judge(replace(evidence(settings, pairs, known), is_reproducible=True))
+        assert found.passed is passed
+    assert agreement.judge(evidence(settings, [equal, apart], known)).passed
+
+
 @pytest.mark.parametrize(
     ("gap", "dtype", "task", "passed"),
     [

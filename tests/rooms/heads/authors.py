@@ -158,8 +158,14 @@ def speculator_head(folder: Path, kind: str, *, layers: dict[str, Any] | None = 
     return head
 
 
-def speculator_logits(head: Any, text: list[int], taps_LX: Tensor, drafted: list[int], *, at_anchor: bool) -> Tensor:  # noqa: ANN401
-    """Logits (V,) of the token after a text and drafted ones, by a class of `speculators`: of a block at its end."""
+def speculator_logits(
+    head: Any, text: list[int], taps_LX: Tensor, drafted: list[int], *, at_anchor: bool,  # noqa: ANN401
+    of_confidence: bool = False,
+) -> Tensor:  # fmt: skip
+    """Logits (V,) of the token after a text and drafted ones, by a class of `speculators`: of a block at its end.
+
+    With `of_confidence` the logit of its acceptance in their place.
+    """
     block, number = head.block_size, len(text) - 1
     padded = number + 1 + block
     with torch.no_grad():
@@ -181,6 +187,9 @@ def speculator_logits(head: Any, text: list[int], taps_LX: Tensor, drafted: list
             first = int(not at_anchor)
             rows = hidden_1NE[:, first : first + len(drafted) + 1]
             logits_V = logits_V + markov.block_bias(prev_token_ids=tokens, hidden_states=rows)[0, -1]
+            if of_confidence:
+                joined_F = torch.cat([rows[0, -1], markov.prev_embeddings(before)])
+                return torch.as_tensor(head.confidence_head(joined_F), dtype=torch.float64)
     return torch.as_tensor(logits_V, dtype=torch.float64)
 
 

@@ -41,6 +41,7 @@ from tests.rooms.heads.authors import (
     speculator_head,
     speculator_logits,
 )
+from tests.rooms.heads.test_confidence import Ended, check_ends, drafter_of
 from training import generate, speculator
 from training.head_model import tapped_layers
 
@@ -112,6 +113,17 @@ def test_heads_of_speculators_draft_as_in_its_classes(name: str, tmp_path: Path)
     decode(tmp_path, seen, batch_size=2, num_drafted=NUM_DRAFTED + at_anchor)
     wanted = partial(speculator_logits, head, at_anchor=at_anchor)
     assert head_drafts.check(seen, library, LAYERS, None, wanted) > 40
+
+
+def test_drafts_end_where_the_class_of_speculators_estimates(tmp_path: Path) -> None:
+    library, seen = target_in(tmp_path), Ended()
+    head = speculator_head(tmp_path, "dspark", markov_rank=16)
+    with torch.no_grad():  # estimates that depend on the token before
+        head.confidence_head.proj.weight[:, WIDTH:] *= 20
+    head.save_pretrained(tmp_path / "head")
+    decode(tmp_path, kind=partial(drafter_of, seen=seen), batch_size=2, replay=False, num_drafted=NUM_DRAFTED + 1)
+    assert check_ends(seen, library, LAYERS, partial(speculator_logits, head, at_anchor=True, of_confidence=True)) > 5
+    assert len({num for _, _, num in seen}) >= 3
 
 
 EAGLES: dict[str, dict[str, Any]] = {

@@ -199,7 +199,7 @@ def test_a_plan_counts_the_head_by_config_json_alone(layout: str, tmp_path: Path
     assert shape == known
     assert shape.num_taps == len(taps_of(layout))
     own = {name: tensor for name, tensor in tensors.items() if name not in {"d2t", "t2d", "mask_hidden"}}
-    own = {name: tensor for name, tensor in own.items() if not name.startswith(("confidence_head", "fc_norm"))}
+    own = {name: tensor for name, tensor in own.items() if not name.startswith("fc_norm")}
     stored = sum(tensor.numel() for tensor in own.values()) + WIDTH * ("mask_hidden" in tensors)
     stored += 2 * VOCABULARY * WIDTH if layout in {SHARING, SELECTING, FORGED} else 0
     assert inventory(shape).num_parameters == stored
@@ -226,7 +226,12 @@ FAULTS: dict[str, tuple[str, dict[str, Any], str]] = {
                                   "conv_group_size 9 for a width of 64"),
     "another window beside": ("dflash", {"layer_types": ["sliding_attention"]}, "layer_types .* of 2 layers"),
     "a window of none": (SELECTING, {"sliding_window": 0}, "has sliding_window 0: download"),
-    "tensors that nothing reads": ("dspark of DeepSpec", {"markov_rank": 0}, "this head takes .model.markov_head"),
+    "tensors that nothing reads": ("dspark of DeepSpec", {"markov_rank": 0, "enable_confidence_head": False},
+                                   r"this head takes .model.confidence_head.*model.markov_head"),
+    "a confidence head of less": ("dspark of DeepSpec", {"confidence_head_with_markov": False},
+                                  r"model.confidence_head.proj.weight is \[1, 80\], not \[1, 64\]"),
+    "a confidence head without": ("dspark of DeepSpec", {"markov_rank": 0},
+                                  "has confidence_head_with_markov without a Markov head"),
     "other masks": (SHARING, {"dflash_config": {"causal": True}}, "has causal in dflash_config, which engines read"),
     "another Markov head": ("dspark", {"markov_head_type": "lstm"}, "and vanilla or gated or rnn is read"),
     "another projector": (FORGED, {"dflash_config": CONFIGS[FORGED]["dflash_config"] | {"projector_type": "domino"}},

@@ -13,11 +13,13 @@ from torch import Tensor
 
 from llama_ssp.models.cache import Taps
 from llama_ssp.rooms.heads.one_pass_drafter import OnePassDrafter
-from llama_ssp.rooms.heads.protocol import Following
+from llama_ssp.rooms.heads.protocol import Confident, Following
+from llama_ssp.rooms.heads.records import ConfidenceConfig
 from llama_ssp.settings.schema import SamplingConfig, VerificationConfig
 from llama_ssp.speculate.sampling.context import Rows
-from llama_ssp.speculate.sampling.draft import Draft
+from llama_ssp.speculate.sampling.draft import Draft, Verdict
 from llama_ssp.speculate.sampling.rules import make_rule
+from llama_ssp.speculate.sampling.uniforms import Draws
 from tests.helpers.decoders import parts_of
 from tests.helpers.exact_law import choice_law, codes_of, law_error, processed
 from tests.helpers.lanes import pairs
@@ -133,3 +135,56 @@ def test_drafts_have_the_law_that_they_say_and_the_text_the_target_s(rule_name: 
 def test_a_fault_of_the_draft_would_be_found(fault: Propose, place: int) -> None:
     sampling = SamplingConfig(temperature=0.7)
     assert errors(sampling, "speculative", joins=True, num_drafted=2, propose=fault)[place] > 0.01
+
+
+ESTIMATES_KV = torch.tensor([[2.0, 2.0, 2.0], [1.0, -1.0, 2.0], [-2.0, 1.0, -1.0]])
+"""The logit of a position's acceptance by the token before it."""
+
+
+class ConfidentHead(TableHead):
+    """A table's head that estimates; a fault with `ahead`, by the position's own token."""
+
+    ahead = 0
+
+    def draft(self, ids_BT: Tensor, *_tensors: Tensor, **_sizes: int) -> Confident:
+        def confidence(before_BK: Tensor) -> Tensor:
+            before_BK = before_BK.roll(-self.ahead, dims=1) % NUM_TOKENS
+            return ESTIMATES_KV[torch.arange(before_BK.shape[1]), before_BK]
+
+        return Confident(super().draft(ids_BT), confidence)
+
+
+def ended_law_error(rule_name: str, head: ConfidentHead, *, num_drafted: int) -> float:
+    """How far a text is from the target's law where drafts end as the drafter says; the same head drafts for all."""
+    sampling = SamplingConfig(temperature=0.7)
+    made, taps = (
+        make_rule(sampling, VerificationConfig(rule=rule_name)),
+        Taps((0,), width=1, dtype=torch.float64, device=CPU),
+    )
+    drafter: Any = OnePassDrafter(parts_of(
+        head, taps=taps, rule=made, num_draft_tokens=num_drafted, vocab_size=NUM_TOKENS,
+        config=ConfidenceConfig(confidence=0.5),
+    ))  # fmt: skip
+    whole = made.verify
+
+    def verify(draft: Draft, target_BTV: Tensor, *, draws: Draws) -> Verdict:
+        taps.allocate(batch_size=len(target_BTV), num_slots=16)
+        drafter.allocate(batch_size=len(target_BTV), num_slots=16)
+        lengths_B = torch.full((len(target_BTV),), 2)
+        rows = Rows(torch.zeros(len(target_BTV), 16, dtype=torch.long), lengths_B, 0 * lengths_B, lengths_B)
+        num_B1 = drafter._num_counted(drafter._reading(rows, bucket=64, num_unread=2), draft.ids_BK)
+        own = draws._replace(plain_BTP=draws.residual_BP[:, None])
+        return made.at_most(whole(draft, target_BTV, draws=draws), num_B1, target_BTV, draws=own)
+
+    made.verify = verify  # type: ignore[method-assign]
+    target = random_table(seed=50, num_tables=NUM_TABLES, max_length=num_drafted, vocab_size=NUM_TOKENS)
+    return law_error(made, sampling, target=target, draft=head.law_tables(num_drafted), num_draft_tokens=num_drafted)
+
+
+@pytest.mark.parametrize("rule_name", ["speculative", "block"])
+def test_drafts_that_end_by_confidence_leave_the_text_its_law(rule_name: str) -> None:
+    tables = random_table(seed=60, num_tables=NUM_TABLES, max_length=3, vocab_size=NUM_TOKENS)
+    head = ConfidentHead(tables, joins=True)
+    assert ended_law_error(rule_name, head, num_drafted=3) < 1e-12
+    head.ahead = 1
+    assert ended_law_error(rule_name, head, num_drafted=3) > 1e-3

@@ -56,15 +56,18 @@ def ask(address: str, body: dict[str, Any]) -> str:
 
 
 @pytest.mark.slow
-def test_two_hundred_mixed_requests_have_one_text_alone_on_one_and_two_ranks_and_in_a_batch(tmp_path: Path) -> None:
+def test_two_hundred_mixed_requests_have_one_text_alone_on_one_and_two_ranks_in_stages_and_in_a_batch(
+    tmp_path: Path,
+) -> None:
     found = []
-    for num_ranks in (1, 2):
-        with serving(num_ranks, tmp_path / f"{num_ranks}") as (process, address), ThreadPoolExecutor(24) as pool:
+    for num_ranks, *words in ((1,), (2,), (2, "placement.target.stages=2", "placement.target.groups=2")):
+        place = tmp_path / f"{num_ranks} {len(words)}"
+        with serving(num_ranks, place, *words) as (process, address), ThreadPoolExecutor(24) as pool:
             found.append(list(pool.map(lambda body: ask(address, body), MIXED)))
             assert [ask(address, body) for body in MIXED[:20]] == found[-1][:20]
             process.send_signal(signal.SIGTERM)
             assert process.wait(60) == 4
-    assert found[0] == found[1]
+    assert found[0] == found[1] == found[2]
     (tmp_path / "batch.jsonl").write_text(
         "\n".join(
             json.dumps({"custom_id": f"{place}", "method": "POST", "url": "/v1/completions", "body": body})

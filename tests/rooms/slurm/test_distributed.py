@@ -168,6 +168,18 @@ def test_a_job_over_two_nodes_is_one_run_with_weights_on_their_own_disks(cluster
 
 
 @pytest.mark.slow
+def test_each_of_two_nodes_has_a_stage_of_the_target(cluster: Cluster, tmp_path: Path) -> None:
+    words, options = ["placement.target.stages=2", "run_dir=run"], ("--nodes=2", "--ntasks-per-node=2")
+    job = submit(cluster, tmp_path, *SHORT, *words, options=options)
+    assert cluster.wait(job)["JobState"] == "COMPLETED", (tmp_path / f"slurm-{job}.log").read_text()
+    target = json.loads((tmp_path / "run" / "summary.json").read_text())["placement"]["target"]
+    assert target == {"kind": "tensor", "ranks": [0, 1, 2, 3], "tp_size": 2, "stages": 2, "groups": 1}
+    assert launch(*SHORT, f"run_dir={tmp_path}/alone").code == 0
+    texts = [[line["text"] for line in settled(lines(tmp_path / name))] for name in ("run", "alone")]
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.slow
 def test_copies_on_two_nodes_share_the_prompts_of_one_run_and_leave_them_in_order(
     cluster: Cluster, tmp_path: Path
 ) -> None:

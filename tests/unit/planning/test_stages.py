@@ -53,6 +53,31 @@ def test_a_step_takes_the_time_of_all_stages_and_of_the_messages_between_them() 
     assert [(one["ranks"], one["sent_bytes_per_token"]) for one in found] == [([4, 5, 6, 7], 16384), ([0, 1, 2, 3], 0)]
 
 
+@pytest.mark.parametrize("num_groups", [1, 2, 5])
+def test_groups_follow_each_other_at_the_pace_of_the_slowest_stage(num_groups: int) -> None:
+    spec = staged(2, batch_size=9, num_groups=num_groups)
+    costs, rows = CostModel(spec, NODES), -(-9 // num_groups)
+    of_group = CostModel(replace(spec, batch_size=rows, num_groups=1), NODES)
+    stages_s, hop_s = of_group.stages_s(2), of_group.hops_s(2 * rows)
+    total_s = sum(stages_s) + (num_groups - 1) * max(stages_s) + num_groups * hop_s
+    assert costs.forward(costs.target, 2).total_s == pytest.approx(total_s)
+    assert costs.stages_s(2) == pytest.approx([num_groups * each for each in stages_s])
+    of_stages = sum(stage.collectives(rows, 2, 2)[0] for stage in costs.stages)
+    assert costs.collectives(1)[0] == of_group.collectives(1)[0] + (num_groups - 1) * (of_stages + 1)
+
+
+def test_as_many_groups_are_planned_as_are_fastest() -> None:
+    """Weights are read once for each group; products of many tokens take turns at no cost."""
+    few, many = (staged(2, batch_size=rows, draft=None, draft_ranks=(), num_draft_tokens=0) for rows in (4, 4096))
+    assert CostModel(few, NODES).num_groups == 1
+    costs = CostModel(many, NODES)
+    assert costs.num_groups > 1
+    others = [CostModel(replace(many, num_groups=number), NODES).plain_s() for number in (1, 2, 3, 4)]
+    assert costs.plain_s() == min(others)
+    assert f"with 4096 rows in {costs.num_groups} groups" in " ".join(make_plan(many, NODES).notes)
+    assert CostModel(replace(few, num_groups=5), NODES).num_groups == 4, "of a row each"
+
+
 def test_one_stage_is_the_plan_without_stages() -> None:
     plain, one = make_spec("65B", num_ranks=8), staged(1, layers=(80,))
     assert memory(one, NODES) == memory(plain, NODES)

@@ -2,6 +2,8 @@
 
 import random
 from dataclasses import replace
+from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -9,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llama_ssp import catalogue
-from llama_ssp.architectures.engine import ENGINE_KERNELS
+from llama_ssp.architectures.engine import CPU_KERNELS, ENGINE_KERNELS
 from llama_ssp.architectures.family import inventory
 from llama_ssp.catalogue import Dtype
 from llama_ssp.errors import PlacementError
@@ -206,6 +208,21 @@ def test_a_short_prompt_on_a_gpu_is_a_graph_or_takes_as_long_as_its_launches_and
     assert batches[1] == pytest.approx(launches_s, rel=0.01)
 
 
+def test_a_cpu_pays_for_the_operators_and_the_host_of_each_round() -> None:
+    laptop = hardware.load("laptop_cpu")
+    of = partial(CostModel, hardware=laptop)
+    plain, drafting, with_head = (
+        of(make_spec("tiny", draft, device="cpu", num_draft_tokens=4)) for draft in (None, "tiny-draft", "tiny-eagle")
+    )
+    on_gpu = replace(plain.spec, other_kernels=ENGINE_KERNELS)
+    more = CPU_KERNELS.draw + CPU_KERNELS.plain - ENGINE_KERNELS.draw
+    assert plain.plain_s() - of(on_gpu).plain_s() == pytest.approx(more * laptop.launch_s)
+    as_model = of(replace(with_head.spec, other_kernels=replace(CPU_KERNELS, head=0)))
+    assert with_head.draft_step_s(1) - as_model.draft_step_s(1) == pytest.approx(CPU_KERNELS.head * laptop.launch_s)
+    without = of(replace(drafting.spec, other_kernels=replace(CPU_KERNELS, head=0)))
+    assert drafting.draft_step_s(1) == without.draft_step_s(1)
+
+
 def simulated(acceptance: float, num_drafted: int, *, num_rounds: int = 200_000) -> tuple[float, float]:
     """Tokens and rejections per round, of rounds that are played out."""
     numbers, num_tokens, num_rejections, num_examined = random.Random(5), 0, 0, 1
@@ -257,8 +274,8 @@ def test_a_plan_of_rounds_that_overlap_has_their_time_and_shares() -> None:
 
 def test_a_plan_warns_where_overlapping_makes_a_token_slower_and_nowhere_else() -> None:
     warned = set()
-    for number in (1, 2, 4, 8):
-        in_turn = apart(num_draft_tokens=number)
+    for number, acceptance in product((1, 4, 8), (0.8, 0.97)):
+        in_turn = apart(num_draft_tokens=number, acceptance=acceptance)
         overlapped = replace(in_turn, overlap=True)
         slow_s, fast_s = (times_of(spec, CPUS).speculative_s for spec in (overlapped, in_turn))
         sentences = [text for text in make_plan(overlapped, CPUS).warnings if text.startswith("overlapping ")]

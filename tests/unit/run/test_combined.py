@@ -64,7 +64,7 @@ _KNOWN = catalogue.load("tiny").shape
 assert _KNOWN
 HEAD = replace(_KNOWN, target_vocab_size=1)
 SHAPES = {"eagle": (_KNOWN, HEAD), "mtp": (_KNOWN, HEAD), "block": (_KNOWN, replace(HEAD, most_drafted=4))}
-SHAPES["modules"] = SHAPES["mtp"]
+SHAPES["modules"], SHAPES["confident"] = SHAPES["mtp"], SHAPES["block"]
 SHAPES["hybrid"] = SHAPES["hybrid target"] = (replace(_KNOWN, recurrent="conv"),) * 2
 """What the table has to know of the checkpoints of `loaded`."""
 MTP = {"mtp": ("qwen2", 1), "modules": ("glm4_moe", 3)}
@@ -144,6 +144,10 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pair]:
             one_pass_heads.save_pair(folder / kind, "dflash", likely=64)
             save_tokenizer(folder / kind / "target", one_pass_heads.VOCABULARY)
             return load(folder / kind / "target", folder / kind / "head")
+        if kind == "confident":
+            one_pass_heads.save_pair(folder / kind, "dspark", likely=64)
+            save_tokenizer(folder / kind / "target", one_pass_heads.VOCABULARY)
+            return load(folder / kind / "target", {"model": str(folder / kind / "head"), "confidence": 0.5})
         target = saved(f"{kind} model", "lfm2")
         return load(target, target if kind == "hybrid" else saved(f"{kind} draft", "llama"))
 
@@ -153,6 +157,8 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pair]:
 def is_allowed_alone(*, kind: str, **asked: str) -> bool:
     target, draft = SHAPES[kind]
     config = run_config(ModelConfig(name="target", shape=target), ModelConfig(name="draft", shape=draft))
+    if kind == "confident" and "tree" in MODES[asked["mode"]]:
+        return False
     return not [*clashes(combined(config, **asked))]
 
 

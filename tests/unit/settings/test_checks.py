@@ -58,6 +58,8 @@ BAD = {
     "speculation.tree=2 placement=replicated": "needs one draft for all rows: use placement=one_rank",
     "speculation.tree=2x2 speculation.num_draft_tokens=3": "num_draft_tokens has no effect with speculation.tree",
     "placement.target.stages=0": "placement.target.stages=0 must be at least 1, for example 2",
+    "placement.target.groups=2": "groups=2 needs stages that groups of rows pass: give placement.target.st",
+    "placement.target.stages=2 placement.target.groups=0": "groups=0 must be at least 1, for example 2",
     "placement.target.stages=2 placement.target.layers=[6]": "must have a number of layers, at least 1, for each of pl",
     "placement.target.stages=2 placement.target.layers=[3,4]": "add up to 7 layers, and model=tiny has 10: give all",
     "placement.target.stages=2 model=tiny draft=self draft.layers=2": "draft=self drafts with layers of one stage, and",

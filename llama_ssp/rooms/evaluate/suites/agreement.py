@@ -1,9 +1,9 @@
 """`suite=agreement`: greedy text of plain and of speculative decoding, equal up to near ties.
 
-Where two texts part, both tokens should be as good: verification computes several positions at once and rounds
+Where two texts part, both tokens should be as good: verification computes several positions at once and may round
 differently from plain decoding, so two nearly equal logits can change their order. The suite passes if every text is
-equal or parts at such a near tie. It draws nothing, so it has no false alarms but for a near tie that is taken too
-narrow.
+equal or parts at such a near tie; of a reproducible run, whose logits have the same bits, only if every text is equal.
+It draws nothing, so it has no false alarms but for a near tie that is taken too narrow.
 """
 
 from collections.abc import Iterable, Iterator
@@ -36,6 +36,7 @@ def judge(evidence: Evidence) -> Evaluation:
     near_tie = task_and_suite(evidence.config)[0].near_tie
     if near_tie is None:
         near_tie = NEAR_TIES.get(evidence.config.model.dtype, 0.0)
+        near_tie = -1.0 if evidence.is_reproducible else near_tie
     gaps = [_gap(evidence, pair) for pair in evidence.pairs if place_of_difference(pair) is not None]
     num_pairs, others = len(evidence.pairs), [gap for gap in gaps if gap > near_tie]
     reason = (
@@ -43,7 +44,8 @@ def judge(evidence: Evidence) -> Evaluation:
     )
     if others:
         finite = [gap for gap in others if gap != float("inf")]
-        apart = f", by {max(finite):.3g} nats where a near tie is at most {near_tie:g}" if finite else ""
+        allowed = f"where a near tie is at most {near_tie:g}" if near_tie >= 0 else "and this run is reproducible"
+        apart = f", by {max(finite):.3g} nats {allowed}" if finite else ""
         reason += f", and {len(others)} {'parts' if len(others) == 1 else 'part'} elsewhere{apart}"
     ties = [gap for gap in gaps if gap <= near_tie]
     counts = {"equal texts": num_pairs - len(gaps), "part at a near tie": len(ties), "part elsewhere": len(others)}

@@ -60,9 +60,12 @@ def test_a_round_of_any_size_goes_through_the_kernel_in_pieces(
 @pytest.mark.parametrize("length", [FEW_ROWS, FEW_ROWS + 1])
 def test_long_prompts_are_read_expert_by_expert(runner: Any, num_tokens: list[int], length: int) -> None:  # noqa: ANN401
     runner.allocate(batch_size=1, capacity=136)
-    prompt = {"bucket": 136, "cache_rows_B": torch.zeros(1, dtype=torch.int64)}
-    runner.forward(torch.arange(length)[None], torch.arange(length)[None], **prompt)
+    row = {"bucket": 136, "cache_rows_B": torch.zeros(1, dtype=torch.int64)}
+    last_11, prompt_1T = torch.full((1, 1), length - 1), torch.arange(length)[None]
+    runner.forward(prompt_1T, prompt_1T, score_positions_BR=last_11, **row)
     assert bool(num_tokens) is (length <= FEW_ROWS)
+    runner.forward(prompt_1T, prompt_1T, **row)
+    assert num_tokens, "a round of some rows, which scores all tokens, reads no value on the host"
     num_tokens.clear()
     runner.forward(torch.arange(3)[None], torch.arange(3)[None], bucket=136)
     assert num_tokens == [3] * runner._model.config.num_hidden_layers
