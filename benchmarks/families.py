@@ -1,7 +1,7 @@
 """Kinds of checkpoints against transformers: texts on 1, 2 and 3 ranks with and without a draft, and flags.
 
     .venv/bin/python -m benchmarks.families          prints the table
-    .venv/bin/python -m benchmarks.families --write  writes docs/benchmarks/families.md
+    .venv/bin/python -m benchmarks.families --write  writes docs/benchmarks/families.md; of some KINDS, their rows
 
 Checkpoints are tiny and random, those of the tests and some more. Ranks are threads. Texts are longer than windows.
 """
@@ -10,15 +10,19 @@ import argparse
 import logging
 import tempfile
 import warnings
+from contextlib import suppress
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import CONFIG_MAPPING, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedModel
 from transformers.utils import logging as library_logging
 
-from benchmarks.measured import markdown, page_of, show
+from benchmarks.measured import PAGES, markdown, page_of, show
 from llama_ssp.architectures.family import record_of
+from llama_ssp.architectures.reading import check_readable
 from llama_ssp.errors import SspError
 from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.models.loading import check_model
@@ -27,8 +31,23 @@ from llama_ssp.speculate.engine.state import Request
 from llama_ssp.weights.checkpoint import inspect
 from tests.helpers.decoders import complete, make_decoder
 from tests.helpers.fake_comm import on_ranks, thread_comms
-from tests.helpers.flags import APART, EQUAL, NO_EFFECT, NOT_BUILT, NUM_POSITIONS, ON_ONE, REFUSED, flags_of, outcome
-from tests.helpers.models import FAMILIES, build_checkpoint, load_ranks
+from tests.helpers.flags import (
+    APART,
+    EQUAL,
+    NO_EFFECT,
+    NOT_BUILT,
+    NUM_POSITIONS,
+    ON_ONE,
+    REFUSED,
+    compare,
+    flags_of,
+    outcome,
+    uncut,
+)
+from tests.helpers.library_kinds import EQUAL as EQUAL_TEXTS
+from tests.helpers.library_kinds import TINY, every_kind, fitting, text_kinds, tiny_sizes
+from tests.helpers.models import FAMILIES, SIZES, build_checkpoint, load_ranks, refusal, tiny_config
+from tests.helpers.text_parts import compare_texts, save_kind
 from tests.helpers.texts import library_greedy, part_at_a_near_tie
 
 _GROUPED: dict[str, Any] = {"num_key_value_heads": 4, "head_dim": 16}
@@ -69,6 +88,10 @@ MORE: dict[str, dict[str, Any]] = {
     ),
 }  # fmt: skip
 LENGTHS, BATCHES, NUM_NEW_TOKENS = (3, 14, 21, 9), (1, 4), 20
+RANKS = 1, 2, 3
+PAGE = "families.md"
+OTHER, LATER = "**other**", "**accepted, then refused**"
+"""Verdicts that no kind may have."""
 
 
 def texts_are_equal(model: PreTrainedModel, folder: Path, draft: Path, num_ranks: int) -> bool:
@@ -111,14 +134,74 @@ def row_of(kind: str, sizes: dict[str, Any]) -> list[object]:
         model = build_checkpoint(folder, kind, **sizes)
         build_checkpoint(draft, kind, **sizes | {"num_hidden_layers": 1})
         cells: list[object] = [kind, "yes" if is_written else "no", ""]
-        for num_ranks in (1, 2, 3):
+        for num_ranks in RANKS:
             try:
-                cells.append("equal" if texts_are_equal(model, folder, draft, num_ranks) else "**other**")
+                cells.append(EQUAL if texts_are_equal(model, folder, draft, num_ranks) else OTHER)
                 is_lean = isinstance(load_ranks(folder, thread_comms(1))[0], LeanRunner)
                 cells[2] = "lean decoder" if is_lean else "library modules"
             except SspError as error:
-                cells.append(str(error).replace(place, "DIR").partition(" (")[0].partition(": ")[0])
+                cells.append(_short(str(error), place))
     return cells
+
+
+def sizes_of(kind: str) -> dict[str, Any]:
+    """Sizes of a tiny checkpoint of any kind, and of its parts."""
+    parts = {name: each for name, each in CONFIG_MAPPING[kind].sub_configs.items() if each is not AutoConfig}
+    return {name: fitting(each, SIZES | TINY) for name, each in parts.items()} | tiny_sizes(kind)
+
+
+def planned_refusal(kind: str, sizes: dict[str, Any], folder: Path, num_ranks: int) -> str:
+    """The sentence with which a plan refuses a tiny checkpoint of a kind, by its config.json alone.
+
+    Configurations that take no tiny sizes stand for themselves.
+    """
+    for make in CONFIG_MAPPING[kind.partition(",")[0]], partial(tiny_config, kind, **sizes):
+        with suppress(Exception):
+            make().save_pretrained(folder)
+    return _short(refusal(partial(check_readable, folder, "none", num_ranks=num_ranks)), str(folder))
+
+
+def other_row(kind: str) -> list[object]:
+    """One line of the table of further kinds: logits on ranks against those of the uncut model."""
+    sizes, cells = sizes_of(kind), [kind]
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        said = [planned_refusal(kind, sizes, folder, num_ranks) for num_ranks in RANKS]
+        try:
+            compared = None if said[0] else partial(compare, folder, uncut(build_checkpoint(folder, kind, **sizes)))
+        except Exception as error:  # noqa: BLE001 - of any family's code
+            return [kind, *[f"{NOT_BUILT} ({type(error).__name__})"] * len(RANKS)]
+        for num_ranks, refused in zip(RANKS, said, strict=True):
+            try:
+                later = refusal(partial(compared, num_ranks)) if compared and not refused else ""
+            except AssertionError:
+                cells.append(OTHER)
+            else:
+                cells.append(refused or (f"{LATER}: {_short(later, place)}" if later else EQUAL))
+    return [*cells]
+
+
+def whole_row(kind: str) -> list[object]:
+    """One line of the table of models that also read images or audio: texts on ranks, or why they are refused."""
+    cells: list[object] = [kind, text_kinds()[kind]]
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        if kind not in EQUAL_TEXTS:
+            return cells + [planned_refusal(kind, {}, folder, num_ranks) for num_ranks in RANKS]
+        model = save_kind(folder, kind)
+        for num_ranks in RANKS:
+            said = _short(refusal(partial(check_readable, folder, "none", num_ranks=num_ranks)), place)
+            try:
+                later = "" if said else refusal(partial(compare_texts, folder, model, num_ranks=num_ranks))
+            except AssertionError:
+                cells.append(OTHER)
+            else:
+                cells.append(said or (f"{LATER}: {_short(later, place)}" if later else EQUAL))
+    return cells
+
+
+def _short(sentence: str, folder: str) -> str:
+    return sentence.replace(folder, "DIR").partition(" (")[0].partition(": ")[0]
 
 
 def flags_row(kind: str, sizes: dict[str, Any]) -> list[object]:
@@ -142,17 +225,42 @@ def main() -> None:
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
     known = {kind: MORE.get(kind, {}) for kind in (*FAMILIES, *MORE) if kind in FAMILIES or kind in CONFIG_MAPPING}
-    kinds = {kind: known[kind] for kind in arguments.kinds or known}
-    rows = [row_of(kind, sizes) for kind, sizes in kinds.items()]
-    num_equal = sum("equal" in row for row in rows)
-    heads = ["kind", "record", "computed by", "1 rank", "2 ranks", "3 ranks"]
-    of_flags = [flags_row(kind, sizes) for kind, sizes in kinds.items()]
-    outcomes = ["kind", "equal on 1, 2 and 3 ranks", "equal on one, refused on more", REFUSED, NO_EFFECT, NOT_BUILT]
+    wanted = {*(arguments.kinds or [*known, *every_kind(), *text_kinds()])}
+    tables: list[dict[str, list[Any]]] = [
+        {kind: row_of(kind, sizes) for kind, sizes in known.items() if kind in wanted},
+        {kind: other_row(kind) for kind in every_kind() if kind in wanted - {*known}},
+        {kind: whole_row(kind) for kind in sorted(text_kinds()) if kind in wanted},
+        {kind: flags_row(kind, sizes) for kind, sizes in known.items() if kind in wanted},
+    ]
+    if arguments.kinds and arguments.write:
+        written = [{str(row[0]): row for row in rows} for rows in tables_of((PAGES / PAGE).read_text())]
+        tables = [before | rows for before, rows in zip(written, tables, strict=True)]
+    texts, others, wholes, flags = ([*rows.values()] for rows in tables)
+    ranks, outcomes = ["1 rank", "2 ranks", "3 ranks"], [REFUSED, NO_EFFECT, NOT_BUILT]
     text = page_of(
-        "families", tokens=NUM_NEW_TOKENS, num_equal=num_equal, num_kinds=len(rows), table=markdown(heads, rows),
-        flags=markdown(outcomes, of_flags), positions=NUM_POSITIONS, apart=APART,
+        "families", tokens=NUM_NEW_TOKENS, positions=NUM_POSITIONS, apart=APART, parts=num_on_two(wholes),
+        num_kinds=len({str(row[0]).partition(",")[0] for row in texts + others}), num_on_two=num_on_two(texts + others),
+        table=markdown(["kind", "record", "computed by", *ranks], texts), others=markdown(["kind", *ranks], others),
+        wholes=markdown(["kind", "kind of its text part", *ranks], wholes),
+        flags=markdown(["kind", "equal on 1, 2 and 3 ranks", "equal on one, refused on more", *outcomes], flags),
     )  # fmt: skip
-    show(text, page="families.md", is_written=arguments.write)
+    show(text, page=PAGE, is_written=arguments.write)
+
+
+def num_on_two(rows: list[list[Any]]) -> int:
+    """The number of kinds of which a form is equal on two ranks."""
+    return len({str(row[0]).partition(",")[0] for row in rows if row[-2] == EQUAL})
+
+
+def tables_of(page: str) -> list[list[list[str]]]:
+    """The cells of the lines of each table of a page, without its heads."""
+    tables: list[list[list[str]]] = []
+    for before, line in pairwise(["", *page.splitlines()]):
+        if line.startswith("| "):
+            if not before.startswith("|"):
+                tables.append([])
+            tables[-1].append([cell.strip() for cell in line.strip("|").split("|")])
+    return [rows[2:] for rows in tables]
 
 
 if __name__ == "__main__":

@@ -140,3 +140,20 @@ GPT_NEO = Family(
 GPT_NEOX_JAPANESE = unwritten(
     "gpt_neox_japanese", adapt="llama_ssp.models.huggingface.families:adapt_gpt_neox_japanese"
 )
+
+HUNYUAN_VL = unwritten("hunyuan_vl_text", tp_plan=_TP_PLAN)
+PERSIMMON = unwritten("persimmon", tp_plan={
+    **layer_plan("self_attn", ["query_key_value"], ["dense"]),
+    **layer_plan("mlp", ["dense_h_to_4h"], ["dense_4h_to_h"]),
+})  # fmt: skip
+OPT, XGLM, BIOGPT = (
+    unwritten(kind, tp_plan={
+        **layer_plan("self_attn", QKV, ["out_proj"], layers=layers), **layer_plan("", ["fc1"], ["fc2"], layers=layers),
+    })
+    for kind, layers in (("opt", "model.decoder.layers"), ("xglm", "model.layers"), ("biogpt", "biogpt.layers"))
+)  # fmt: skip
+GPTJ = unwritten("gptj", tp_plan={
+    **layer_plan("attn", QKV, ["out_proj"], layers="transformer.h"),
+    **layer_plan("mlp", ["fc_in"], ["fc_out"], layers="transformer.h"),
+})  # fmt: skip
+"""Kinds without a plan in the library; every rank holds their output."""

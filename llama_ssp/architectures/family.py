@@ -99,10 +99,12 @@ class Family:
         return 1 + self.num_masks * value_bytes + scores
 
 
-def layer_plan(part: str, columns: Collection[str], rows: Collection[str]) -> dict[str, str]:
-    """The tensor-parallel plan of a part of each layer, by the names of its modules."""
+def layer_plan(
+    part: str, columns: Collection[str], rows: Collection[str], *, layers: str = "model.layers"
+) -> dict[str, str]:
+    """The tensor-parallel plan of a part of each layer, or of a layer without parts, by the names of its modules."""
     styles = dict.fromkeys(columns, "colwise") | dict.fromkeys(rows, "rowwise")
-    return {f"model.layers.*.{part}.{name}": style for name, style in styles.items()}
+    return {".".join(filter(None, (f"{layers}.*", part, name))): style for name, style in styles.items()}
 
 
 VOCABULARY_PLAN = {"model.embed_tokens": "embedding_rowwise", "lm_head": "colwise_gather_output"}

@@ -129,8 +129,8 @@ _MODULES = {
     Cut.qkv: ("qkv_proj",),
     Cut.gate_up: ("gate_up_proj", "input_linear"),
     Cut.mlp_units: (
-        "gate_proj", "up_proj", "down_proj", "dense_h_to_4h", "dense_4h_to_h", "fc1", "fc2", "c_fc", "c_proj", "w1",
-        "w2", "w3", "output_linear",
+        "gate_proj", "up_proj", "down_proj", "dense_h_to_4h", "dense_4h_to_h", "fc1", "fc2", "fc_in", "fc_out", "c_fc",
+        "c_proj", "w1", "w2", "w3", "output_linear",
     ),
     Cut.vocabulary: (*_EMBEDDINGS, "lm_head"),
 }  # fmt: skip

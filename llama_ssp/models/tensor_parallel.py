@@ -393,6 +393,8 @@ def _cut_heads(attention: LibraryPart, own: RankShard) -> None:
         "num_key_value_groups": len(queries) // len(keys),
     }
     patched: dict[str, Any] = {name: counts[name] for name in counts.keys() & vars(attention).keys()}
+    if hasattr(attention, "embed_dim"):  # the width of all heads' outputs
+        patched["embed_dim"] = len(queries) * attention.embed_dim // own.num_heads
     if hasattr(attention, "qkv_proj"):  # the library finds the parts of its output by the config
         patched["config"] = copy(attention.config)
         patched["config"].update({"num_attention_heads": len(queries)})

@@ -13,6 +13,7 @@ from llama_ssp.planning.memory import GIB, RankMemoryPlan, fits
 from llama_ssp.planning.model import PlannedModel
 from llama_ssp.planning.spec import PlanSpec, without_draft
 from llama_ssp.planning.timing import CostModel, Timing, bubble, timing
+from llama_ssp.planning.weights import model_bytes, rank_shares
 from llama_ssp.settings.drafters import SAME
 from llama_ssp.settings.layout import named
 from llama_ssp.storage.formats import NO_QUANTIZATION
@@ -41,6 +42,26 @@ def notes_on_states(spec: PlanSpec) -> Iterator[str]:
                 f"{' and one that later prompts go on from,' * len(num_kept[1:])} take "
                 f"{model.state_bytes(*num_kept) / 2**20:.2f} MiB at any length"
             )
+
+
+_MOST_WHOLE = 0.03
+"""The share of a rank's weights that every rank may hold without a note."""
+
+
+def notes_on_whole_parts(spec: PlanSpec) -> Iterator[str]:
+    """Name the parts of a target that each of its ranks holds whole, where that is much of its weights."""
+    num_ranks = len(spec.target_ranks) // spec.num_stages
+    if spec.backend.shares or num_ranks == 1:
+        return
+    held = rank_shares(spec.target, num_ranks=num_ranks)[0]
+    found = model_bytes(held, spec.target, device=spec.device)
+    if found.repeated_bytes > _MOST_WHOLE * found.total_bytes:
+        tables = (*held.layer, *held.embeddings, *filter(None, [held.head]))
+        names = dict.fromkeys(table.module for table in tables if table.cut is None)
+        yield (
+            f"each of {num_ranks} ranks holds {found.repeated_bytes / GIB:.2f} GiB of {spec.target.label} whole, "
+            f"{100 * found.repeated_bytes / found.total_bytes:.0f} % of its weights: {', '.join([*names, 'norms'])}"
+        )
 
 
 def notes_on_stages(spec: PlanSpec, hardware: HardwareConfig) -> Iterator[str]:

@@ -27,6 +27,7 @@ from llama_ssp.planning.notes import (
     notes_on_machine,
     notes_on_stages,
     notes_on_states,
+    notes_on_whole_parts,
     refusals,
 )
 from llama_ssp.planning.spec import PlanSpec
@@ -124,6 +125,7 @@ def make_plan(spec: PlanSpec, hardware: HardwareConfig, *, remark: str | None = 
                     *notes_on_families(*filter(None, (spec.target, spec.draft))),
                     *notes_on_formats(spec, hardware, timed),
                     *notes_on_states(spec),
+                    *notes_on_whole_parts(spec),
                     *notes_on_stages(spec, hardware),
                     *notes_on_contexts(spec),
                     *notes_on_machine(spec, hardware, fullest),

@@ -192,6 +192,8 @@ def _read_config(folder: Path, content: Mapping[str, Any]) -> tuple[PretrainedCo
         reason = " ".join(str(error).split())[:_MAX_NAME_SHOWN] or type(error).__name__
         raise CheckpointError(f"{file} is no valid configuration of {model_type}: {reason}") from error
     vars(config).pop(QUANTIZATION, None)  # which only the library's own loader needs
+    if not hasattr(config, "tie_word_embeddings"):  # of a text part, which has no output of its own
+        config.tie_word_embeddings = False
     return config, layout
 
 

@@ -56,22 +56,23 @@ def outcome(kind: str, sizes: dict[str, Any], changes: dict[str, Any], folder: P
     """How a changed kind runs on 1, 2 and 3 ranks; AssertionError if one of them has other logits."""
     try:
         model = build_checkpoint(folder, kind, **sizes | changes)
-        wanted_TV = _uncut(model)
+        wanted_TV = uncut(model)
     except Exception:  # noqa: BLE001 - of any family's code
         return NOT_BUILT
-    if changes and torch.equal(wanted_TV, _uncut(tiny_model(kind, **sizes))):
+    if changes and torch.equal(wanted_TV, uncut(tiny_model(kind, **sizes))):
         return NO_EFFECT
-    refused = [bool(refusal(partial(_compare, folder, wanted_TV, num_ranks))) for num_ranks in (1, 2, 3)]
+    refused = [bool(refusal(partial(compare, folder, wanted_TV, num_ranks))) for num_ranks in (1, 2, 3)]
     return REFUSED if refused[0] else ON_ONE if any(refused) else EQUAL
 
 
 @torch.inference_mode()
-def _uncut(model: PreTrainedModel) -> Tensor:
+def uncut(model: PreTrainedModel) -> Tensor:
+    """The logits (T, V) of the library's own model."""
     logits_1TV: Tensor = model(input_ids=_IDS_1T, use_cache=False).logits
     return logits_1TV[0].float()
 
 
-def _compare(folder: Path, wanted_TV: Tensor, num_ranks: int) -> None:
+def compare(folder: Path, wanted_TV: Tensor, num_ranks: int) -> None:
     """Assert that ranks have logits, in two pieces; SspError if the check before they start, or loading, refuses."""
     check_model(inspect(folder), num_ranks=num_ranks)
     comms = thread_comms(num_ranks)

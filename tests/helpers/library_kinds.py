@@ -4,12 +4,15 @@
 """
 
 import json
+from collections.abc import Collection, Mapping
 from dataclasses import fields
+from importlib import import_module
 from importlib.resources import files
+from inspect import getsource
 from pathlib import Path
 from typing import Any
 
-from transformers import CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, PretrainedConfig
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
@@ -56,6 +59,8 @@ FAILS = dict.fromkeys(_WITHOUT_POSITIONS, "they take no positions of tokens") | 
     "openai-gpt": "RuntimeError: The size of tensor a must match the size of tensor b",
 }
 """Kinds that do not run, and why."""
+UNCUT = ("longcat_flash",)
+"""Kinds whose plan in the library no run follows: ranks would add the output of identity experts up."""
 TEXTS = ("mistral4",)
 """Kinds with a causal language model that the library's mapping lacks, which stand in parts of other kinds."""
 EQUAL = (
@@ -69,7 +74,7 @@ EQUAL = (
     "voxtral",
 )  # fmt: skip
 """Kinds that also read images or audio whose tiny model has the same text here as in the library."""
-_TINY = {
+TINY = {
     **dict.fromkeys(("num_layers", "n_layer", "decoder_layers", "encoder_layers"), 2),
     **dict.fromkeys(("num_heads", "n_head", "decoder_attention_heads", "encoder_attention_heads"), 8),
     **dict.fromkeys(("n_embd", "d_model", "embedding_size"), 64),
@@ -83,8 +88,14 @@ _TINY = {
     "is_decoder": True, "default_language": "en_XX",
 }  # fmt: skip
 _LATENT = {"num_key_value_heads": 8, "head_dim": 8}
+_ROPES_BY_LAYER, _LAYERS = ("cohere_compass_text",), ("sliding_attention", "full_attention")
 _ODD: dict[str, dict[str, Any]] = {
     "longcat_flash": {"num_hidden_layers": 4, "num_layers": 2}, "modernbert-decoder": {"pad_token_id": 0},
+    "gemma4_assistant": {
+        "text_config": {
+            "model_type": "gemma4_text", "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0
+        },
+    },
 }  # fmt: skip
 
 
@@ -92,8 +103,26 @@ def tiny_sizes(kind: str) -> dict[str, Any]:
     """Sizes beside those of `tests.helpers.models.SIZES` for any kind whose configuration is flat."""
     config = CONFIG_MAPPING[kind]
     known = {each.name for each in fields(config)} | config.attribute_map.keys()
-    sizes = _TINY | (_LATENT if "kv_lora_rank" in known else {})
-    return {name: size for name, size in sizes.items() if name in known} | _ODD.get(kind, {})
+    sizes = TINY | (_LATENT if "kv_lora_rank" in known else {})
+    return fitting(config, sizes) | _sections(kind, known) | _ODD.get(kind, {})
+
+
+def fitting(config: type[PretrainedConfig], sizes: Mapping[str, Any]) -> dict[str, Any]:
+    """The sizes that a configuration class has."""
+    known = {each.name for each in fields(config)} | config.attribute_map.keys()
+    return {name: size for name, size in sizes.items() if name in known}
+
+
+def _sections(kind: str, known: Collection[str]) -> dict[str, Any]:
+    """Sections of a tiny head for kinds whose tokens have three positions."""
+    config = CONFIG_MAPPING[kind]
+    if "mrope_section" not in getsource(import_module(config.__module__.replace(".configuration_", ".modeling_"))):
+        return {}
+    rope = getattr(config(), "rope_parameters", None) or {"rope_type": "default", "rope_theta": 1e4}
+    width = TINY["head_dim"] if "head_dim" in known else _LATENT["head_dim"]
+    pairs = int(width * rope.get("partial_rotary_factor", 1.0)) // 2
+    rope |= {"mrope_section": [pairs - 2 * (pairs // 4), pairs // 4, pairs // 4]}
+    return {"rope_parameters": dict.fromkeys(_LAYERS, rope) if kind in _ROPES_BY_LAYER else rope}
 
 
 def text_kinds() -> dict[str, str]:
@@ -117,7 +146,7 @@ def library_kinds() -> dict[str, dict[str, Any]]:
             if isinstance(value := given.get(other), int | str):
                 defaults[name] = value
         plan = {**(config.base_model_tp_plan or {}), **record_of(kind).tp_plan}
-        without = not any(".*." in name for name in plan) and _may_run(kind)
+        without = (kind in UNCUT or not any(".*." in name for name in plan)) and _may_run(kind)
         facts = {
             "names": names, "defaults": defaults, "without_plan": without, "is_encoder": kind in ENCODERS,
             "fails": FAILS.get(kind),
@@ -127,6 +156,11 @@ def library_kinds() -> dict[str, dict[str, Any]]:
         if kind in EQUAL or _may_run(text):
             found[kind] = found.get(kind, {}) | {"text": text if kind in EQUAL else ""}
     return dict(sorted(found.items()))
+
+
+def every_kind() -> list[str]:
+    """The kinds that may continue a text, text parts of larger models among them."""
+    return [kind for kind, facts in json.loads(FILE.read_text()).items() if "text" not in facts]
 
 
 def _may_run(kind: str) -> bool:

@@ -2,9 +2,7 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
-from importlib import import_module
-from inspect import getsource
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +18,20 @@ from transformers import (
 )
 
 from llama_ssp.catalogue import CONFIG_FILE
+from llama_ssp.models.loading import check_model
+from llama_ssp.ranks.comms import Comm
+from llama_ssp.speculate.engine.state import Request
+from llama_ssp.weights.checkpoint import inspect
+from tests.helpers.decoders import complete, make_decoder
 from tests.helpers.edits import edit_tensors
-from tests.helpers.library_kinds import tiny_sizes
-from tests.helpers.models import SIZES, build_checkpoint
+from tests.helpers.fake_comm import on_ranks, thread_comms
+from tests.helpers.library_kinds import fitting, tiny_sizes
+from tests.helpers.models import FAMILIES, SIZES, build_checkpoint, load_ranks
+from tests.helpers.texts import part_at_a_near_tie, read_greedy
 
 Content = dict[str, Any]
+PROMPTS = ((5, 3, 4), tuple(range(2, 30)))
+NUM_TOKENS = 8
 _IMAGES: Content = {
     **dict.fromkeys(("depth", "num_hidden_layers", "num_layers", "num_global_layers", "encoder_layers"), 1),
     **dict.fromkeys(("hidden_size", "embed_dim", "d_model", "intermediate_size", "encoder_ffn_dim"), 32),
@@ -41,29 +48,13 @@ def tiny_whole(kind: str, text_kind: str = "", **changes: object) -> PretrainedC
     """The configuration of a model whose text part, of another kind if given, has tiny sizes, and `changes`."""
     base = CONFIG_MAPPING[kind]()
     parts = {name: each for name, each in vars(base).items() if isinstance(each, PretrainedConfig)}
-    sizes = {name: _of_kind(type(part), _IMAGES) | {"model_type": part.model_type} for name, part in parts.items()}
+    sizes = {name: fitting(type(part), _IMAGES) | {"model_type": part.model_type} for name, part in parts.items()}
     text_kind = text_kind or base.get_text_config().model_type
     text = {**SIZES, **tiny_sizes(text_kind), "pad_token_id": 0, **dict.fromkeys(_UNSET), **changes}
-    of_text = _of_kind(CONFIG_MAPPING[text_kind], text)
-    sizes["text_config"] = of_text | {"model_type": text_kind} | _rope(text_kind, text)
+    of_text = fitting(CONFIG_MAPPING[text_kind], text)
+    sizes["text_config"] = of_text | {"model_type": text_kind}
     config_class: Any = CONFIG_MAPPING[kind]
     return config_class(**sizes)  # type: ignore[no-any-return]
-
-
-def _of_kind(config: type[PretrainedConfig], sizes: Content) -> Content:
-    known = {each.name for each in fields(config)} | config.attribute_map.keys()
-    return {name: size for name, size in sizes.items() if name in known}
-
-
-def _rope(kind: str, sizes: Content) -> Content:
-    """Sections of a tiny head for kinds whose tokens have three positions."""
-    config = CONFIG_MAPPING[kind]
-    if "mrope_section" not in getsource(import_module(config.__module__.replace(".configuration_", ".modeling_"))):
-        return {}
-    width = sizes["head_dim"] if "head_dim" in {each.name for each in fields(config)} else 64 // 8
-    rope = getattr(config(), "rope_parameters", None) or {"rope_type": "default", "rope_theta": 1e4}
-    pairs = int(width * rope.get("partial_rotary_factor", 1.0)) // 2
-    return {"rope_parameters": rope | {"mrope_section": [pairs - 2 * (pairs // 4), pairs // 4, pairs // 4]}}
 
 
 def build_whole(folder: Path, config: PretrainedConfig) -> PreTrainedModel:
@@ -126,7 +117,7 @@ LAYOUTS = {
 }
 """Gemma 3n, whose images need a package more, and Gemma 4 are built by `save_gemma`."""
 WINDOWS: dict[str, Content] = {
-    kind: {"sliding_window": 6} for kind in ("aya_vision", "cohere2_vision", "exaone4_5", "gemma4_unified")
+    kind: {"sliding_window": 6} for kind in ("aya_vision", "cohere2_vision", "exaone4_5", "gemma3", "gemma4_unified")
 }
 """Sizes of kinds whose text part always has windows."""
 
@@ -140,6 +131,17 @@ def save_layout(folder: Path, layout: Layout) -> PreTrainedModel:
     if layout.prefix:
         edit_tensors(folder / "model.safetensors", lambda found: _rename(found, layout.prefix, ""))
     return model
+
+
+BY_TEXT_MODEL = ("gemma3n", "gemma4")
+_GEMMA: Content = FAMILIES["gemma4_text"] | {"intermediate_size": 160, "num_hidden_layers": 4}
+
+
+def save_kind(folder: Path, kind: str) -> PreTrainedModel:
+    """Save a tiny checkpoint of a kind as the library does; returns the whole model, or the text model of Gemmas."""
+    if kind in BY_TEXT_MODEL:
+        return save_gemma(folder, kind, **_GEMMA)
+    return save_layout(folder, Layout(kind=kind, sizes=WINDOWS.get(kind, {})))
 
 
 def save_gemma(folder: Path, kind: str, **sizes: Any) -> PreTrainedModel:
@@ -156,3 +158,20 @@ def _rename(found: dict[str, Tensor], prefix: str, instead_of: str) -> None:
     renamed = {prefix + name.removeprefix(instead_of): each for name, each in found.items()}
     found.clear()
     found.update(renamed)
+
+
+def compare_texts(folder: Path, model: Any, *, num_ranks: int) -> None:  # noqa: ANN401
+    """Compare texts on ranks, with rejected and accepted drafts, with those of the whole model."""
+    check_model(inspect(folder), num_ranks=num_ranks)
+    comms = thread_comms(num_ranks)
+    targets: list[Any] = load_ranks(folder, comms)
+    requests = [Request(index=place, prompt_ids=ids, max_new_tokens=NUM_TOKENS) for place, ids in enumerate(PROMPTS)]
+
+    def texts(comm: Comm) -> list[list[int]]:
+        decoder = make_decoder(targets[comm.rank], None, ngram=True, batch_size=2, comm=comm)
+        return [done.token_ids for done in complete(decoder, requests)]
+
+    wanted = [read_greedy(model, prompt, num_tokens=NUM_TOKENS) for prompt in PROMPTS]
+    for found in on_ranks(comms, texts):
+        for prompt, own, ids in zip(PROMPTS, wanted, found, strict=True):
+            part_at_a_near_tie(model, prompt, own, ids[: len(own)])

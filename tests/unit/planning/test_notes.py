@@ -92,3 +92,12 @@ def test_weights_that_take_more_time_than_16_bits_are_said_to_save_memory_alone(
     assert any(note.startswith(f"int8_weight_only saves memory and no time at {rows} ") for note in plan.notes) is (
         is_slower
     )
+
+
+def test_a_plan_names_what_every_rank_holds_whole_where_that_is_much() -> None:
+    """An embedding of GPT-NeoX is on every rank; a Llama shares all but its norms."""
+    for name, num_whole in (("gpt_neox_20B", 1), ("llama3_8B", 0)):
+        notes = [note for note in make_plan(make_spec(name, num_ranks=4), A100).notes if " whole, " in note]
+        assert len(notes) == num_whole
+        assert all("each of 4 ranks holds" in note and "embed_in" in note for note in notes)
+    assert not [note for note in make_plan(make_spec("gpt_neox_20B"), A100).notes if " whole, " in note]

@@ -9,52 +9,52 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING
 
+from llama_ssp import load, plan
 from llama_ssp.architectures import reading
 from llama_ssp.architectures.family import inventory, kinds
 from llama_ssp.architectures.reading import check_readable, read_config
 from llama_ssp.catalogue import CONFIG_FILE
 from llama_ssp.models.huggingface.texts import causal_class
 from llama_ssp.models.loading import check_model
-from llama_ssp.ranks.comms import Comm
-from llama_ssp.speculate.engine.state import Request
 from llama_ssp.weights.checkpoint import inspect
-from tests.helpers.decoders import complete, make_decoder
 from tests.helpers.edits import edit_tensors
-from tests.helpers.fake_comm import on_ranks, thread_comms
 from tests.helpers.lanes import heavy
 from tests.helpers.library_kinds import EQUAL, text_kinds
-from tests.helpers.models import FAMILIES, build_checkpoint, load_ranks, refusal
-from tests.helpers.text_parts import LAYOUTS, WINDOWS, Layout, save_gemma, save_layout
+from tests.helpers.models import VOCAB_SIZE, build_checkpoint, refusal
+from tests.helpers.text_parts import (
+    BY_TEXT_MODEL,
+    LAYOUTS,
+    NUM_TOKENS,
+    PROMPTS,
+    compare_texts,
+    save_kind,
+    save_layout,
+)
 from tests.helpers.texts import part_at_a_near_tie, read_greedy
+from tests.helpers.tokenizers import save_tokenizer
 
-PROMPTS = ((5, 3, 4), tuple(range(2, 30)))
-NUM_TOKENS = 8
 QUICK = ("Qwen2-VL", "Qwen3-VL-MoE", "Mistral 3", "InternVL, llm_config")
 
 
-def compare_texts(folder: Path, model: Any, *, num_ranks: int) -> None:  # noqa: ANN401
-    check_model(inspect(folder), num_ranks=num_ranks)
-    comms = thread_comms(num_ranks)
-    targets: list[Any] = load_ranks(folder, comms)
-    requests = [Request(index=place, prompt_ids=ids, max_new_tokens=NUM_TOKENS) for place, ids in enumerate(PROMPTS)]
-
-    def texts(comm: Comm) -> list[list[int]]:
-        decoder = make_decoder(targets[comm.rank], None, ngram=True, batch_size=2, comm=comm)
-        return [done.token_ids for done in complete(decoder, requests)]
-
-    wanted = [read_greedy(model, prompt, num_tokens=NUM_TOKENS) for prompt in PROMPTS]
-    for found in on_ranks(comms, texts):
-        for prompt, own, ids in zip(PROMPTS, wanted, found, strict=True):
-            part_at_a_near_tie(model, prompt, own, ids[: len(own)])
+def compare_library(folder: Path, model: Any) -> None:  # noqa: ANN401
+    save_tokenizer(folder, VOCAB_SIZE)
+    planned = plan(folder, hardware="8xh200", num_gpus=1, dtype="fp32", prompt_tokens=32, max_new_tokens=NUM_TOKENS)
+    assert not planned.refusals
+    found = load(folder, dtype="fp32").generate(PROMPTS, max_new_tokens=NUM_TOKENS, temperature=0)
+    for prompt, done in zip(PROMPTS, found, strict=True):
+        own = read_greedy(model, prompt, num_tokens=NUM_TOKENS)
+        part_at_a_near_tie(model, prompt, own[: len(done.token_ids)], done.token_ids)
 
 
-@pytest.mark.parametrize("name", [name if name in QUICK else heavy(name) for name in LAYOUTS])
+@pytest.mark.parametrize(("name", "num_ranks"), [
+    *((name, 2) if name in QUICK else heavy(name, 2) for name in LAYOUTS), *(heavy(name, 4) for name in LAYOUTS)
+])  # fmt: skip
 def test_a_published_layout_has_one_verdict_and_the_texts_of_the_whole_model(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, num_ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On two ranks, with rejected and accepted drafts; a plan without the library has the run's sizes."""
+    """On ranks, with rejected and accepted drafts, and by `load`; a plan without transformers has the run's sizes."""
     model = save_layout(tmp_path, LAYOUTS[name])
-    assert not refusal(partial(check_readable, tmp_path, "none", num_ranks=2))
+    assert not refusal(partial(check_readable, tmp_path, "none", num_ranks=num_ranks))
     planned = read_config(tmp_path)[0]
     assert not planned.refusal
     monkeypatch.setattr(reading, "_DESCRIBE", "no_such_module:describe")
@@ -63,13 +63,15 @@ def test_a_published_layout_has_one_verdict_and_the_texts_of_the_whole_model(
     found = inspect(tmp_path).shape
     for field in ("model_type", "hidden_size", "num_experts", "tie_word_embeddings", "max_position_embeddings"):
         assert getattr(planned, field) == getattr(found, field), field
-    compare_texts(tmp_path, model, num_ranks=2)
+    compare_texts(tmp_path, model, num_ranks=num_ranks)
+    if num_ranks == 2:
+        compare_library(tmp_path, model)
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("kind", ["gemma3n", "gemma4"])
+@pytest.mark.parametrize("kind", BY_TEXT_MODEL)
 def test_a_gemma_has_the_texts_of_its_text_model(kind: str, tmp_path: Path) -> None:
-    model = save_gemma(tmp_path, kind, **FAMILIES["gemma4_text"] | {"intermediate_size": 160, "num_hidden_layers": 4})
+    model = save_kind(tmp_path, kind)
     assert not refusal(partial(check_readable, tmp_path, "none"))
     compare_texts(tmp_path, model, num_ranks=1)
 
@@ -147,12 +149,12 @@ def test_text_parts_are_those_of_the_installed_transformers() -> None:
         assert causal_class(CONFIG_MAPPING[texts[kind]])
 
 
-_ELSEWHERE = {"gemma3n", "gemma4", "qwen3_5", "qwen3_5_moe", *(layout.kind for layout in LAYOUTS.values())}
+_ELSEWHERE = {*BY_TEXT_MODEL, "qwen3_5", "qwen3_5_moe", *(layout.kind for layout in LAYOUTS.values())}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", sorted({*EQUAL} - _ELSEWHERE))
 def test_a_kind_that_runs_has_the_texts_of_the_whole_model(kind: str, tmp_path: Path) -> None:
-    model = save_layout(tmp_path, Layout(kind=kind, sizes=WINDOWS.get(kind, {})))
+    model = save_kind(tmp_path, kind)
     assert not refusal(partial(check_readable, tmp_path, "none"))
     compare_texts(tmp_path, model, num_ranks=1)
