@@ -81,6 +81,12 @@ def assert_near(found: Tensor, wanted: Tensor, *, tolerance: float = 0.01) -> No
     assert ((found - wanted).abs() <= tolerance * wanted.abs().max()).all()
 
 
+def norm_of_a_gpu(norm: RmsNorm, weight_E: Tensor, eps: float) -> None:
+    """The attributes of a norm on a GPU: kernels read its weight as it is stored."""
+    norm.by_length, norm.weight_E, norm.eps = False, weight_E.detach(), eps
+    norm.least_square = len(weight_E) * eps
+
+
 def by_lengths(
     attend: VarlenAttention, heads: Heads,
     *, queries: Sequence[int], lengths: Sequence[int], window: int | None, kept: KeptRows | None = None,
@@ -518,6 +524,7 @@ def check(*parts: str) -> None:
     dot_of_bf16()
     linear_gpu._num_processors = cache(lambda _: 132)
     linear.can_pack = cache(lambda _: False)  # plain weights, as on a GPU: some CPUs pack 16 bits
+    patch.object(RmsNorm, "__init__", norm_of_a_gpu).start()
     for name in ("rotate_write", "add_norm", "gated"):
         setattr(between_gpu, name, one_at_a_time(getattr(between_gpu, name)))
     attention_gpu.attend = one_at_a_time(attention_gpu.attend)
