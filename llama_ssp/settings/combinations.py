@@ -180,7 +180,7 @@ def _words(config: RunConfig) -> dict[str, object]:
         "stages": said("placement.target.stages", placement.target.stages), "target_kind": placement.target.kind,
         "draft_placement": chosen,
         "layer": state and state.recurrent, "family": state and state.model_type,
-        "reproducible": said("reproducible", True),
+        "reproducible": "reproducible=true",
         **{name: value for ability in MORE.all().values() for name, value in ability.words(config).items()},
     }  # fmt: skip
 

@@ -52,14 +52,16 @@ def tensors_of(value: Values) -> tuple[Tensor, ...]:
     if isinstance(value, Tensor):
         return (value,)
     # No call for each tensor, since every round comes through here.
-    return tuple(chain.from_iterable([(part,) if isinstance(part, Tensor) else tensors_of(part) for part in value]))
+    return tuple(
+        chain.from_iterable([(part,) if isinstance(part, Tensor) else part and tensors_of(part) for part in value])
+    )
 
 
 def filled(form: Values, tensors: Iterator[Any]) -> Values:
     """A value like `form`, with the next tensors in place of its own."""
     if not isinstance(form, tuple):
         return next(tensors)
-    parts = [filled(part, tensors) if isinstance(part, tuple) else next(tensors) for part in form]
+    parts = [part and filled(part, tensors) if isinstance(part, tuple) else next(tensors) for part in form]
     return type(form)(*parts) if hasattr(form, "_fields") else tuple(parts)
 
 

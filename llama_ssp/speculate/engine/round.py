@@ -314,20 +314,22 @@ class Round:
     ) -> Tensor:  # fmt: skip
         """The target's logits, group after group, so that each stage of its layers reads while others read others."""
         rows_B, num_rows = state.rows.places, len(ids_BW)
-        num_groups = min(self.num_groups, num_rows)
-        if num_groups > 1 and rows_B is None:
+        if self.num_groups == 1 or num_rows == 1:
+            return self.target.forward(
+                ids_BW, positions_BW, bucket=bucket, cache_rows_B=rows_B, taps=self.taps, tree=tree, taken_B=taken_B
+            )
+        if rows_B is None:
             rows_B = torch.arange(num_rows, device=ids_BW.device)
         found = []
-        for group in split_blocks(num_rows, num_groups):
-            rows = slice(group.start, group.stop) if num_groups > 1 else slice(None)
+        for group in split_blocks(num_rows, min(self.num_groups, num_rows)):
+            rows = slice(group.start, group.stop)
             found.append(
                 self.target.forward(
-                    ids_BW[rows], positions_BW[rows], bucket=bucket,
-                    cache_rows_B=None if rows_B is None else rows_B[rows], taps=self.taps,
+                    ids_BW[rows], positions_BW[rows], bucket=bucket, cache_rows_B=rows_B[rows], taps=self.taps,
                     tree=tree and tree.of_rows(rows), taken_B=None if taken_B is None else taken_B[rows],
                 )
             )  # fmt: skip
-        return found[0] if num_groups == 1 else torch.cat(found)
+        return torch.cat(found)
 
     def _follow(self, state: BatchState, draft: Draft, decision: Decision) -> tuple[Decision, Tensor]:
         """Move the accepted path of a tree to follow the text; returns the decision on this chain, and its tokens."""

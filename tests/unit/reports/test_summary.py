@@ -90,7 +90,7 @@ def test_the_file_has_the_fields_that_readers_rely_on(tmp_path: Path) -> None:
     assert set(written) == {
         "schema_version", "task", "model", "draft", "weights", "placement", "world_size", "num_prompts",
         "num_new_tokens", "seed", "versions", "git_commit", "plain", "speculative", "speedup", "forecast", "memory",
-        "startup", "overlap", "cells", "evaluation", "excerpts", "prompt_tokens", "experts",
+        "startup", "overlap", "cells", "evaluation", "excerpts", "prompt_tokens", "experts", "reproducible",
         "tree", "forced_lengths", "point", "disturbed", "baseline", "machine",
     }  # fmt: skip
     assert written["schema_version"] == 1

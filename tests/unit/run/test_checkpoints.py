@@ -114,7 +114,7 @@ def num_bytes(weight: Tensor | HalfLinear) -> int:
 
 def runner_bytes(*runners: object) -> int:
     """The weights of some models, each once."""
-    names = "_layers", "_norm", "_head", "_embedding_VE", "_fc", "_context_norm", "_markov", "_mask_11E"
+    names = "_layers", "_norm", "_head", "_embedding_VE", "_fc", "_context_norm", "_markov", "_mask_11E", "_confidence"
     parts = [vars(runner)[name] for runner in runners for name in names if name in vars(runner)]
     return sum(num_bytes(weight) for weight in weights(parts) if isinstance(weight, HalfLinear) or weight.ndim)
 
