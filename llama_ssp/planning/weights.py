@@ -111,8 +111,8 @@ def model_bytes(held: Inventory, model: PlannedModel, *, device: str) -> WeightB
             sharded, repeated = sharded + stored, repeated + row_scales + bias
         products.setdefault(product, []).append((stored if layout else size * matrix.num_elements, stored + row_scales))
     tables = [(matrix, size, size * matrix.num_elements) for matrix in held.embeddings]
-    packs = held.scores and model.packs(held.output, device)
-    if held.head or (held.embeddings and packs):
+    packs = _packs_output(held, model, device)
+    if held.head or packs:
         output = kept(held.output)
         tables.append((output, matrix_size, matrix_size * output.num_elements))
     table_bytes = {True: 0, False: 0}
@@ -122,7 +122,7 @@ def model_bytes(held: Inventory, model: PlannedModel, *, device: str) -> WeightB
         [*products.values()], storage, is_half=any(model.packs(matrix, device) for matrix in held.layer)
     )
     # The head, which library modules load last, and the lean decoder first.
-    if packs and tables:
+    if packs:
         read = size * held.output.num_elements if held.head else 0
         temporary = max(temporary, read + tables[-1][2] - held.num_layers * (sharded + repeated) * model.is_lean)
     return WeightBytes(
@@ -130,6 +130,11 @@ def model_bytes(held: Inventory, model: PlannedModel, *, device: str) -> WeightB
         repeated_bytes=held.num_layers * repeated + _vector_bytes(held, model, device) + table_bytes[True],
         temporary_bytes=temporary,
     )
+
+
+def _packs_output(held: Inventory, model: PlannedModel, device: str) -> bool:
+    """Whether the output is a copy, see `PlannedModel.packs`; modules of a target have neither output nor embedding."""
+    return held.scores and bool(held.head or held.embeddings) and model.packs(held.output, device)
 
 
 def _vector_bytes(held: Inventory, model: PlannedModel, device: str) -> int:
@@ -166,7 +171,7 @@ def _in_blocks(matrix: Matrix) -> Matrix:
 
 def step_bytes(held: Inventory, model: PlannedModel, *, device: str) -> int:
     """Bytes of a rank's weights that one forward reads; an embedding counts only if it is also the head."""
-    is_head = held.scores and held.head is None and not model.packs(held.output, device)
+    is_head = held.scores and held.head is None and not _packs_output(held, model, device)
     tables = 0 if is_head else sum(table.num_elements for table in held.embeddings)
     read = replace(held, layer=tuple(replace(matrix, copies=matrix.num_used(1)) for matrix in held.layer))
     return (

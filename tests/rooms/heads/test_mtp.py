@@ -428,7 +428,12 @@ def look_back(tensors: dict[str, Tensor]) -> None:
 
 @pytest.mark.parametrize(
     ("family", "num_modules"),
-    [heavy("glm4_moe", 2), heavy("mimo_v2_flash", 3), heavy("qwen2", 1), heavy("ernie4_5_moe", 1)],
+    [
+        heavy("glm4_moe", 2),
+        heavy("mimo_v2_flash", 3),
+        heavy("qwen2", 1),
+        pytest.param("ernie4_5_moe", 1, marks=pytest.mark.seconds),
+    ],
 )
 def test_a_run_goes_on_with_the_texts_and_rounds_of_an_undisturbed_one(
     family: str, num_modules: int, tmp_path: Path
