@@ -178,7 +178,8 @@ def assert_planned(saved: Saved, implemented: tuple[str, str], *, num_ranks: int
             if implementation == "lean"
             else [list(runner._model.parameters()), [m for m in runner._model.modules() if type(m) is OwnLinear]]
         )
-        assert held_bytes(parts) == model_bytes(share, model, device="cuda").total_bytes
+        is_short = implementation == "lean" and dtype is Dtype.bf16  # norms are in fp32 on CPUs
+        assert held_bytes(parts) == model_bytes(share, model, device="cpu" if is_short else "cuda").total_bytes
 
 
 @pytest.mark.parametrize(
