@@ -22,7 +22,7 @@ from transformers.initialization import no_init_weights
 from transformers.modeling_utils import local_torch_dtype
 
 from llama_ssp.architectures.family import check_servable, record_of
-from llama_ssp.architectures.matrices import WholeParts, cut_of
+from llama_ssp.architectures.matrices import WholeParts
 from llama_ssp.errors import CheckpointError, ConfigError
 from llama_ssp.kernels.linear import Kernel, Linear
 from llama_ssp.models.huggingface import texts
@@ -31,7 +31,7 @@ from llama_ssp.models.huggingface.experts import OwnExperts, can_be_own, experts
 from llama_ssp.models.huggingface.families import adapt
 from llama_ssp.models.huggingface.latents import projections, unpack
 from llama_ssp.models.huggingface.stages import keep_stage
-from llama_ssp.models.tensor_parallel import ColumnLinear, GatheredLinear, RowLinear, cut_dim, shard
+from llama_ssp.models.tensor_parallel import ColumnLinear, GatheredLinear, RowLinear, cut_dim, shard, units_of
 from llama_ssp.models.weights import (
     EXPERTS,
     LINEAR,
@@ -120,7 +120,7 @@ def table_of(
         if (layer := name.removesuffix(".weight")) not in linears or layer == name:
             return Parameter(tuple(values.shape))
         dim = cut_dim(model, layer, whole=whole) if num_ranks > 1 else None
-        return Parameter(tuple(values.shape), LINEAR, dim, None if dim is None else cut_of(layer))
+        return Parameter(tuple(values.shape), LINEAR, dim, None if dim is None else units_of(model, layer))
 
     return {name: parameter(name, values) for name, values in model.named_parameters(remove_duplicate=False)}
 
