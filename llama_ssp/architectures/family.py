@@ -138,9 +138,9 @@ def unwritten(model_type: str, **known: Any) -> Family:
 
 _SAME = {
     "qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3", "mimo": "qwen2",
-    "kimi_k2": "deepseek_v3",
+    "kimi_k2": "deepseek_v3", "gpt-sw3": "gpt2",
 }  # fmt: skip
-"""Kinds that are another one: text parts whose tokens have three positions, and a Qwen 2 with MTP layers."""
+"""Kinds that are another one: text parts whose tokens have three positions, other names, a Qwen 2 with MTP layers."""
 _TIES = "tie_word_embeddings"
 _OF_BOTH = (
     _TIES, "quantization_config", "dtype", "torch_dtype", "bos_token_id", "eos_token_id", "pad_token_id", "auto_map",

@@ -67,7 +67,7 @@ EQUAL = (
     "aria", "aya_vision", "cohere2_vision", "cosmos3_edge", "cosmos3_omni", "deepseek_vl", "deepseek_vl_hybrid",
     "exaone4_5", "fuyu", "gemma3", "gemma3n", "gemma4", "gemma4_unified", "glm46v", "glm4v", "glm4v_moe", "glm_ocr",
     "glmasr", "glmga", "got_ocr2", "granite_docling", "granite_speech", "granite_speech_plus", "hunyuan_vl",
-    "hyperclovax_vision_v2", "idefics2", "idefics3", "internvl", "kimi_k25", "lfm2_vl", "lighton_ocr", "llava",
+    "hyperclovax_vision_v2", "idefics2", "idefics3", "internvl", "kimi_k25", "lfm2_vl", "lighton_ocr", "llama4", "llava",
     "llava_next", "llava_next_video", "llava_onevision", "mistral3", "moss_transcribe_diarize", "paddleocr_vl",
     "pp_chart2table", "qianfan_ocr", "qwen2_5_omni_thinker", "qwen2_5_vl", "qwen2_audio", "qwen2_vl", "qwen3_5",
     "qwen3_5_moe", "qwen3_asr", "qwen3_vl", "qwen3_vl_moe", "smolvlm", "video_llama_3", "video_llava", "vipllava",
