@@ -56,12 +56,16 @@ class _Buffer(nn.Parameter):
 
 
 class _EmptyOnMeta(TorchFunctionMode):
-    """Makes uninitialized tensors on the meta device at once: the experts of a layer may not fit in memory."""
+    """Makes uninitialized tensors on the meta device at once, and zeros of three dimensions, as of Llama 4.
+
+    The experts of a layer may not fit in memory.
+    """
 
     def __torch_function__(
         self, func: Callable[..., Any], _types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:  # noqa: ANN401 - of any function
-        return func(*args, **(kwargs or {}) | ({"device": "meta"} if func is torch.empty else {}))
+        is_empty = func is torch.empty or (func is torch.zeros and len(args) == 3)  # noqa: PLR2004
+        return func(*args, **(kwargs or {}) | ({"device": "meta"} if is_empty else {}))
 
 
 @contextmanager
