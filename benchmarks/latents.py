@@ -7,7 +7,6 @@ Both attentions and both lengths take turns.
 """
 
 import argparse
-from collections.abc import Callable
 from functools import partial
 from statistics import median
 from time import perf_counter
@@ -63,7 +62,7 @@ def main() -> None:
     parser.add_argument("--store", action="store_true", help="keep the figures")
     arguments = parser.parse_args()
     runners = {_EXPANDED: runner_of(is_absorbed=False), _READ: runner_of(is_absorbed=True)}
-    turns: dict[str, Callable[[int], float]] = {
+    turns = {
         f"{how}, {length} tokens": partial(step_s, runner, length)
         for how, runner in runners.items()
         for length in _SLOTS

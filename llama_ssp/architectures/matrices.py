@@ -180,17 +180,12 @@ class RankShard:
         """The rows (column-parallel) or columns (row-parallel) that this rank holds of a matrix with `size` of them."""
         num_heads, num_kv_heads = self.num_heads, self.heads.num_kv_heads
         match cut:
-            case Cut.query_heads:
-                return (_times(self.heads.query_heads, size // num_heads),)
-            case Cut.fused_qkv:  # [key-value head][its queries, k, v][dim]
-                dim, group = size // (num_heads + 2 * num_kv_heads), num_heads // num_kv_heads
-                own, (first, *_) = self.heads.query_heads, self.heads.kv_heads
-                if len(own) == group * len(self.heads.kv_heads):
-                    return (_times(self.heads.kv_heads, (group + 2) * dim),)
-                key = group * dim * (first + 1) + 2 * dim * first  # behind all queries of the one head
-                return _behind(2 * dim * first, _times(own, dim)), range(key, key + 2 * dim)
-            case Cut.kv_heads:
-                return (_times(self.heads.kv_heads, size // num_kv_heads),)
+            case Cut.query_heads | Cut.kv_heads:
+                of_queries, of_keys = (self.heads.query_heads, num_heads), (self.heads.kv_heads, num_kv_heads)
+                own, number = of_queries if cut is Cut.query_heads else of_keys
+                return (_times(own, size // number),)
+            case Cut.fused_qkv:
+                return self._fused(size // (num_heads + 2 * num_kv_heads), num_heads // num_kv_heads)
             case Cut.qkv:
                 dim = size // (num_heads + 2 * num_kv_heads)
                 queries, keys = _times(self.heads.query_heads, dim), _times(self.heads.kv_heads, dim)
@@ -204,6 +199,14 @@ class RankShard:
                 even = (block for block in self.even_blocks if size % (block * self.num_ranks) == 0)
                 block = next(even, _largest_block(self.blocks, size, self.num_ranks))
                 return (split_blocks(size, self.num_ranks, block=block, what="units of an MLP")[self.rank],)
+
+    def _fused(self, dim: int, group: int) -> tuple[range, ...]:
+        """The features of own heads in [key-value head][`group` queries, key, value][`dim`]."""
+        own, keys = self.heads.query_heads, self.heads.kv_heads
+        if len(own) == group * len(keys):
+            return (_times(keys, (group + 2) * dim),)
+        first = 2 * dim * keys.start  # keys and values before those of the one head, some of whose queries are here
+        return _behind(first, _times(own, dim)), _behind(first + group * dim * (keys.start + 1), range(2 * dim))
 
     def num_of(self, num_units: int) -> int:
         """Number of units that this rank holds, of `num_units` that are cut one by one."""

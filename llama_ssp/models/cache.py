@@ -17,7 +17,7 @@ width of a kept key or value.
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -347,19 +347,22 @@ class Masks(Workspace):
     def __init__(
         self, windows: Iterable[int | None], *, capacity: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        how: Any = {"dtype": dtype, "device": device}
         wholes = {
-            window: _causal_rows(capacity, window=None if isinstance(window, Chunk) else window, **how)
+            window: _causal_rows(
+                capacity, window=None if isinstance(window, Chunk) else window, dtype=dtype, device=device
+            )
             for window in dict.fromkeys(windows)
         }
         self.shown = PerBucket(lambda bucket: {window: rows_SS[:, :bucket] for window, rows_SS in wholes.items()})
-        self._last, self._begun_SS = torch.tensor(capacity - 1, device=device), _begun_rows(capacity, **how)
+        self._last = torch.tensor(capacity - 1, device=device)
+        self._begun_SS = _begun_rows(capacity, dtype=dtype, device=device)
 
     def rows(self, positions_BT: Tensor, *, bucket: int) -> dict[int | None, Tensor]:
         """The masks (B, 1, T, bucket) of tokens at these positions, by window in the order of the layers."""
 
         def rows(rows_SU: Tensor, places_BT: Tensor) -> Tensor:
-            return rows_SU.index_select(0, (self._last - places_BT).flatten()).unflatten(0, (len(places_BT), 1, -1))
+            rows_MU = rows_SU.index_select(0, (self._last - places_BT).flatten())
+            return rows_MU.view(len(places_BT), 1, -1, bucket)
 
         masks = {window: rows(rows_SU, positions_BT) for window, rows_SU in self.shown[bucket].items()}
         for window, mask_B1TU in masks.items():

@@ -23,9 +23,7 @@ SOFTCAPPED = "softcapped"
 """The name under which transformers knows `_softcapped`."""
 TEMPERED = "tempered"
 """The name under which transformers knows `_tempered`."""
-BY_POSITION = {
-    name: f"{name}_by_position" for name in ("sdpa", SOFTCAPPED, LATENT, TEMPERED)
-}
+BY_POSITION = {name: f"{name}_by_position" for name in ("sdpa", SOFTCAPPED, LATENT, TEMPERED)}
 """Name of the position-by-position variant, by the name of the attention."""
 
 

@@ -89,7 +89,7 @@ def _attend(module: LibraryPart, number: int, *qkv_and_masks: Tensor) -> tuple[T
 
 
 def use_linears(model: PreTrainedModel) -> None:
-    """Replace layers of other classes that are linear: those of GPT-2, whose weights `Family.turned` turns, and Falcon."""
+    """Replace linear layers of other classes: of GPT-2, whose weights `Family.turned` turns, and of Falcon."""
     for name, module in list(model.named_modules()):
         if isinstance(module, Conv1D):
             linear = nn.Linear(module.nx, module.nf, device="meta")
