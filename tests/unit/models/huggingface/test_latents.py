@@ -215,11 +215,15 @@ def test_latents_behind_a_window_are_not_seen(monkeypatch: pytest.MonkeyPatch) -
 
 
 class _Reads(TorchDispatchMode):
-    """Counts the bytes of weights and caches that operators take, as parts of these tensors, but for views."""
+    """Counts the bytes of weights and caches that operators take, as parts of these tensors, but for views.
 
-    def __init__(self, watched: list[Tensor]) -> None:
+    With them, what is made of a cache: all tensors of `most` numbers or more.
+    """
+
+    def __init__(self, watched: list[Tensor], *, most: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._starts, self.num_bytes = {each.untyped_storage().data_ptr() for each in watched}, 0
+        self._most = most
 
     def __torch_dispatch__(self, func: Any, _types: object, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
         found = func(*args, **(kwargs or {}))
@@ -228,15 +232,16 @@ class _Reads(TorchDispatchMode):
             flat = [each for arg in args for each in (arg if isinstance(arg, list | tuple) else [arg])]
             tensors = [each for each in flat if isinstance(each, Tensor)]
             self.num_bytes += sum(
-                each.numel() * each.itemsize for each in tensors if each.untyped_storage().data_ptr() in self._starts
-            )
+                each.numel() * each.itemsize for each in tensors
+                if each.numel() >= self._most or each.untyped_storage().data_ptr() in self._starts
+            )  # fmt: skip
         return found
 
 
 @torch.inference_mode()
 @pytest.mark.parametrize("num_slots", [128, 2048])
 def test_a_step_reads_the_bytes_of_the_plan(tmp_path: Path, num_slots: int) -> None:
-    """Weights once, latents for scores and for their sums, and the keys that all heads share once."""
+    """Weights once, latents for scores and for their sums, and the keys that all heads share once: no others."""
     model = tiny_model("deepseek_v3", **LONG_RANK, max_position_embeddings=4096)
     model.save_pretrained(tmp_path)
     runner = runner_of(model)
@@ -244,7 +249,7 @@ def test_a_step_reads_the_bytes_of_the_plan(tmp_path: Path, num_slots: int) -> N
     last = torch.full((1, 1), num_slots - 1)
     runner.forward(last % VOCAB_SIZE, last, bucket=num_slots)
     wholes = [whole for whole in runner.cache._wholes if whole is not None]
-    with _Reads([*model.parameters(), *wholes]) as reads:
+    with _Reads([*model.parameters(), *wholes], most=num_slots * LONG_RANK["kv_lora_rank"]) as reads:
         runner.forward(last % VOCAB_SIZE, last, bucket=num_slots)
     shape = read_config(tmp_path)[0]
     planned = PlannedModel(name="mine", shape=shape, dtype=Dtype.fp32, quantization="none", by_library=True)
