@@ -141,11 +141,10 @@ def test_a_copy_of_the_layers_of_any_family_drafts_over_the_targets_cache(kind: 
         parameter.data *= 1.1
     other.save_pretrained(tmp_path / "b")
     target: Any = load_model(Loading(inspect(tmp_path / "a")))
-    inner = ModelStage(number=1, num_stages=3, layers=range(NUM_LAYERS))
-    copied, rounded = (
-        load_model(Loading(inspect(tmp_path / name), stage=inner, precision=Precision(quantization=quantization)))
-        for name, quantization in (("b", "none"), ("a", "int8_weight_only"))
-    )
+    inner: dict[str, Any] = {"stage": ModelStage(number=1, num_stages=3, layers=range(NUM_LAYERS))}
+    copied: Any = load_model(Loading(inspect(tmp_path / "b"), **inner))
+    precision = Precision(quantization="int8_weight_only")
+    rounded: Any = load_model(Loading(inspect(tmp_path / "a"), precision=precision, **inner))
     draft, seen = SelfConfig(kind="self", quantization="int8_weight_only"), Seen()
     decode(target, draft, seen, copied=copied, temperature=TEMPERATURE)
     seen = [each for each in seen if len(each[0]) > 1]
