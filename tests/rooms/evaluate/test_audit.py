@@ -231,7 +231,7 @@ def test_a_server_without_its_draft_is_the_null(server: Server, audit: Audit, tm
             _,
         ),
     ):
-        audit(url, tmp_path / "true", f"baseline={plain}").well()
+        audit(url, tmp_path / "true", f"baseline={plain}", "task.checks=[law,swaps]").well()
     assert outcomes(tmp_path / "true")["swaps"] == "held"
     with proxy(server, proxies.cooler) as (url, _), proxy(server) as (plain, _):
         ended = audit(url, tmp_path / "cooler", f"baseline={plain}", "tokens=6000", "max_new_tokens=48")
