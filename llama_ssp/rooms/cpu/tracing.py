@@ -131,7 +131,7 @@ class Traced(Generic[_Result]):
                     inputs, lambda _: "", True, False, self._weights, names,
                 )  # fmt: skip
                 _check_constants(graph)
-                torch._C._jit_pass_constant_pooling(graph)  # two thirds of the nodes, and of the bytes
+                torch._C._jit_pass_constant_pooling(graph)  # type: ignore[attr-defined]  # frees two thirds of its nodes
                 replay = torch._C._create_function_from_graph("replay", graph)
         except _CANNOT as error:
             _log.warning("continuing without tracing: %s", str(error).strip().partition("\n")[0])
