@@ -170,7 +170,7 @@ def own_bits_of_queries(heads: Heads, kept: KeptRows) -> None:
         sequences = Sequences(first_queries, first_slots, numbers(used), number, num_slots)
         how: Any = {"scale": heads.scale, "window": None, "kept": kept}
         found: Tensor = attention_gpu.attend(own, keys, values, sequences, **how)
-        return found.unflatten(0, (len(rows), number))
+        return found.view(len(rows), number, heads.num, heads.dim)
 
     singles = torch.cat([attended([*range(most_rows)], at, 1) for at in range(most_queries)], 1)
     for row in (0, 5, 15):
