@@ -142,7 +142,7 @@ class CostModel:
         if layers := spec.free_terms.layers:
             shape, held = replace(spec.target.shape, num_hidden_layers=layers), spec.target.shape.modules
             if held is not None:
-                shape = replace(shape, modules=replace(inventory(spec.target.shape), num_layers=layers))
+                shape = replace(shape, modules=held.of_layers(range(layers), first=True, last=True))
             own = replace(spec.target, shape=shape)
             if (copied := spec.free_terms.copied_format) is not None:
                 own = replace(own, quantization=copied)

@@ -261,11 +261,12 @@ class ControlChannel:
         return self._agent is not None and self._agent.is_gone
 
     def missing(self) -> tuple[int, ...]:
-        """Return the ranks that do not answer: killed, stopped, or unreachable."""
+        """Return the other ranks that do not answer: killed, stopped, or unreachable."""
         if self._store is None or self._verdict:
             return ()
-        if answers := self._in_time(lambda store: self._call(store, _ROLL)):
-            return tuple(sorted(set(range(self.size)) - answers.keys()))
+        if (answers := self._in_time(lambda store: self._call(store, _ROLL))) is not None:
+            # On a busy machine even this rank's own thread may be late.
+            return tuple(sorted(set(range(self.size)) - answers.keys() - {self.rank}))
         # The store has ended with the process that held it: under srun rank 0, under torchrun an agent. Wait a moment:
         # a killed process closes its connections before its children become orphans.
         deadline = time.monotonic() + ANSWER_S

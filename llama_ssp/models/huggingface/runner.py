@@ -30,6 +30,8 @@ from llama_ssp.storage.formats import OWN_DTYPE
 from llama_ssp.untyped import LibraryPart
 
 _COMPARED_TOKENS, _COMPARED_PIECE, _COMPARED_WINDOW = 24, 8, 6
+_WINDOWS = "sliding_window", "attention_chunk_size"
+"""Fields of a config that say how many positions a layer sees."""
 _MOST_APART = {True: 1e-3, False: 0.1}
 """Relative difference of the logits, in fp32 and in 16 bits."""
 _MOST_LETTERS = 200
@@ -142,14 +144,14 @@ class ModuleRunner(CachedRunner):
         """
         config: Any = self._model.config
         stage, self._stage = self._stage, WHOLE_MODEL
-        windows, window = self._windows, getattr(config, "sliding_window", None)
+        windows, own = self._windows, {name: size for name in _WINDOWS if (size := getattr(config, name, None))}
         positions_BT = torch.arange(_COMPARED_TOKENS, device=self.device).repeat(2, 1)
         ids_BT = torch.stack([7 * positions_BT[0], 5 * positions_BT[1]]) % self.vocab_size
         if self._entry:  # hidden states
             ids_BT = torch.sin(ids_BT[..., None] + torch.arange(self._width, device=self.device)).to(self.dtype)
         try:
-            if window:
-                config.sliding_window = _COMPARED_WINDOW
+            if own:
+                config.update(dict.fromkeys(own, _COMPARED_WINDOW))
                 self._windows = record_of(config.model_type).windows_of(config)
             wanted_BTV = self._called(self._model, ids_BT, use_cache=False).float()
             self.allocate(batch_size=2, capacity=_COMPARED_TOKENS, num_rolled_back=_COMPARED_PIECE)
@@ -167,8 +169,7 @@ class ModuleRunner(CachedRunner):
                 f"{config.model_type} models do not run with the static cache ({reason}): {OTHER}"
             ) from error
         finally:
-            if window:
-                config.sliding_window = window
+            config.update(own)
             self._windows, self._cache, self._stage = windows, None, stage
         if not apart < _MOST_APART[self.dtype is torch.float32]:
             raise ConfigError(

@@ -78,6 +78,16 @@ def test_as_many_groups_are_planned_as_are_fastest() -> None:
     assert CostModel(replace(few, num_groups=5), NODES).num_groups == 4, "of a row each"
 
 
+def test_graphs_of_rounds_hold_the_forwards_of_all_groups() -> None:
+    def graphs_bytes(**changes: object) -> int:
+        spec = staged(2, draft=None, draft_ranks=(), num_draft_tokens=0, batch_size=4, prompt_tokens=4096, **changes)
+        return memory(spec, NODES)[0].graphs_bytes
+
+    one = graphs_bytes()
+    assert one > 0
+    assert [graphs_bytes(num_groups=number) for number in (1, 3, 9)] == [one, 3 * one, 4 * one]
+
+
 def test_one_stage_is_the_plan_without_stages() -> None:
     plain, one = make_spec("65B", num_ranks=8), staged(1, layers=(80,))
     assert memory(one, NODES) == memory(plain, NODES)
