@@ -47,7 +47,7 @@ from tests.helpers.flags import (
 from tests.helpers.library_kinds import EQUAL as EQUAL_TEXTS
 from tests.helpers.library_kinds import TINY, every_kind, fitting, text_kinds, tiny_sizes
 from tests.helpers.models import FAMILIES, SIZES, build_checkpoint, load_ranks, refusal, tiny_config
-from tests.helpers.text_parts import compare_texts, save_kind
+from tests.helpers.text_parts import CHUNKS, compare_texts, save_kind
 from tests.helpers.texts import library_greedy, part_at_a_near_tie
 
 _GROUPED: dict[str, Any] = {"num_key_value_heads": 4, "head_dim": 16}
@@ -61,7 +61,8 @@ MORE: dict[str, dict[str, Any]] = {
     "falcon": {}, "flex_olmo": {"num_key_value_heads": 4, **_EXPERTS}, "gpt2": {}, "gpt_bigcode": {"n_head": 8},
     "gptj": {"rotary_dim": 4}, "granitemoeshared": _LOCAL | {"num_key_value_heads": 4, "shared_intermediate_size": 64},
     "hyperclovax": _GROUPED, "internlm3": _GROUPED, "iquestcoder": _GROUPED, "jais2": _GROUPED,
-    "llama4_text": {"num_key_value_heads": 4, "num_local_experts": 4, "intermediate_size_mlp": 160},
+    "llama4_text": _GROUPED | {"num_local_experts": 4, **CHUNKS},
+    "llama4_text, two of four": _GROUPED | {"num_local_experts": 4, **CHUNKS, "num_experts_per_tok": 2},
     "mamba": {}, "mpt": {}, "opt": {"ffn_dim": 160}, "openai-gpt": {}, "persimmon": {},
     "phimoe": {"num_key_value_heads": 4} | _LOCAL, "biogpt": {},
     "vaultgemma": _GROUPED, "granite_swa": _GROUPED,

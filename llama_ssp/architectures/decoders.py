@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 from llama_ssp.architectures.family import VOCABULARY_PLAN, Family, layer_plan, unwritten, windows_of_layers
-from llama_ssp.architectures.matrices import ATTENTION, GATED, PLAIN, Inventory, Matrix, decoder
+from llama_ssp.architectures.matrices import ATTENTION, GATED, PLAIN, Cut, Inventory, Matrix, decoder
 from llama_ssp.catalogue import ModelShape
 from llama_ssp.untyped import LibraryPart
 
@@ -157,3 +157,19 @@ GPTJ = unwritten("gptj", tp_plan={
     **layer_plan("mlp", ["fc_in"], ["fc_out"], layers="transformer.h"),
 })  # fmt: skip
 """Kinds without a plan in the library; every rank holds their output."""
+_GPT_PLAN = {
+    "transformer.wte": "embedding_rowwise", "lm_head": "colwise_gather_output",
+    **layer_plan("attn", ["c_attn"], ["c_proj"], layers="transformer.h"),
+    **layer_plan("mlp", ["c_fc"], ["c_proj"], layers="transformer.h"),
+}  # fmt: skip
+_LINEARS = "llama_ssp.models.huggingface.families:use_linears"
+GPT2 = unwritten(
+    "gpt2", tp_plan=_GPT_PLAN, adapt=_LINEARS,
+    turned=("c_attn.weight", "q_attn.weight", "c_proj.weight", "c_fc.weight"),
+)  # fmt: skip
+GPT_BIGCODE = unwritten("gpt_bigcode", tp_plan=_GPT_PLAN, cuts={"c_attn": Cut.fused_qkv})
+FALCON = unwritten("falcon", adapt=_LINEARS, tp_plan={
+    "transformer.word_embeddings": "embedding_rowwise", "lm_head": "colwise_gather_output",
+    **layer_plan("self_attention", ["query_key_value"], ["dense"], layers="transformer.h"),
+    **layer_plan("mlp", ["dense_h_to_4h"], ["dense_4h_to_h"], layers="transformer.h"),
+})  # fmt: skip

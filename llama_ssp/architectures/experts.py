@@ -38,6 +38,7 @@ DOGE, FLEX_OLMO, LAGUNA, MIMO_V2_FLASH, MINIMAX_M2, MINIMAX_M3 = (
     unwritten(kind, keeps_attention=True)
     for kind in ("doge", "flex_olmo", "laguna", "mimo_v2_flash", "minimax_m2", "minimax_m3_vl_text")
 )
+LLAMA4 = unwritten("llama4_text", num_masks=3, adapt="llama_ssp.models.huggingface.llama4:adapt")
 MINICPM3 = unwritten("minicpm3", cuts_own_embedding=True, modules=layers.latent)
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")

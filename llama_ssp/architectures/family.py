@@ -12,7 +12,7 @@ from importlib.resources import files
 from typing import Any, cast
 
 from llama_ssp import architectures
-from llama_ssp.architectures.matrices import Inventory, WholeParts, decoder
+from llama_ssp.architectures.matrices import Cut, Inventory, WholeParts, decoder
 from llama_ssp.architectures.model_files import TEXT_PARTS
 from llama_ssp.catalogue import ModelShape
 from llama_ssp.errors import ConfigError, PlacementError, shown
@@ -32,11 +32,18 @@ def kinds() -> Mapping[str, Mapping[str, Any]]:
     return found
 
 
+class Chunk(int):
+    """A window that begins at a multiple of so many positions, and not so many before each token's own."""
+
+
+_SLIDING, _FULL, _CHUNKED = "sliding_attention", "full_attention", "chunked_attention"
+
+
 def windows_of_layers(config: LibraryPart) -> tuple[int | None, ...]:
-    """Layers of type `sliding_attention` have the config's window; without types of layers, all have it."""
-    window = getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * int(config.num_hidden_layers)
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    """Layers that slide or have chunks have the config's; without types of layers, all slide."""
+    size = getattr(config, "attention_chunk_size", None)
+    windows = {_SLIDING: getattr(config, "sliding_window", None), _CHUNKED: Chunk(size) if size else None}
+    return tuple(map(windows.get, getattr(config, "layer_types", None) or [_SLIDING] * int(config.num_hidden_layers)))
 
 
 def with_slots(config: LibraryPart) -> list[int]:
@@ -58,8 +65,8 @@ class Family:
     norms_heads: bool = False  # query and key heads of a Llama kind are normed.
     is_head: bool = False  # it is no model, but a draft head that reads hidden states of its target.
     in_one_pass: bool = False  # such a head drafts all tokens of a round in one forward.
-    # maps a config of the library to the window of each layer in positions, its own included, None for a layer without
-    # one; None if no layer has a sliding window.
+    # maps a config of the library to the window of each layer in positions, its own included, or its `Chunk`, None for
+    # a layer without one; None if no layer has any.
     windows: Callable[[Any], tuple[int | None, ...]] | None = None
     # maps what gives a field of a config by name to sizes that this family alone has.
     sizes: Callable[[Callable[[str], Any]], dict[str, Any]] | None = None
@@ -77,6 +84,9 @@ class Family:
     keeps_attention: bool = False  # every rank computes attention: its norms need the outputs of all heads.
     # tensor-parallel plan, style by module, beside the library's.
     tp_plan: Mapping[str, str] = field(default_factory=dict)
+    # units of modules by the ends of their names, where these do not say them.
+    cuts: Mapping[str, Cut] = field(default_factory=dict)
+    turned: tuple[str, ...] = ()  # ends of the names of matrices whose inputs come first in its files.
     # `module:function` that compares a checkpoint with its config before the model is built.
     check_files: str | None = None
     adapt: str | None = None  # `module:function` that adds what the library's modules lack.
@@ -128,9 +138,9 @@ def unwritten(model_type: str, **known: Any) -> Family:
 
 _SAME = {
     "qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3", "mimo": "qwen2",
-    "kimi_k2": "deepseek_v3",
+    "kimi_k2": "deepseek_v3", "gpt-sw3": "gpt2",
 }  # fmt: skip
-"""Kinds that are another one: text parts whose tokens have three positions, and a Qwen 2 with MTP layers."""
+"""Kinds that are another one: text parts whose tokens have three positions, other names, a Qwen 2 with MTP layers."""
 _TIES = "tie_word_embeddings"
 _OF_BOTH = (
     _TIES, "quantization_config", "dtype", "torch_dtype", "bos_token_id", "eos_token_id", "pad_token_id", "auto_map",
@@ -246,7 +256,7 @@ _OTHER_LAYERS = {
     ),
     "hybrid": (_STATES, ("inkling2_text", "inkling_text", "zamba", "zamba2", "zaya")),
     "conv": (_STATES, ("lfm3",)),
-    "chunked_attention": ("whose tokens see no position before their own chunk", ("llama4_text",)),
+    _CHUNKED: ("whose tokens see no position before their own chunk", ()),
     "compressed_sparse_attention": (_COMPRESSED, ("deepseek_v4",)),
     "heavily_compressed_attention": (_COMPRESSED, ("deepseek_v4",)),
     "wkv": (_STATES, ("rwkv",)),
@@ -278,16 +288,16 @@ def check_servable(field: Callable[[str], Any]) -> None:
     """
     model_type, context, window = field("model_type"), field("max_position_embeddings"), field("sliding_window")
     model = f"{model_type} model"
-    unsaid = [kind for kind, (_, names) in _OTHER_LAYERS.items() if model_type in names] or ["sliding_attention"]
+    unsaid = [kind for kind, (_, names) in _OTHER_LAYERS.items() if model_type in names] or [_SLIDING]
     record = record_of(model_type)
     layers = {_SAME_LAYERS.get(kind, kind) for kind in field("layer_types") or unsaid}
-    if not record.windows and "sliding_attention" in layers and window and context and window < context:
+    if not record.windows and _SLIDING in layers and window and context and window < context:
         windowed = [name for name, family in families().items() if family.windows]
         raise ConfigError(
             f"this {model} has sliding windows of {window} tokens in a context of {context}, which are supported for "
             f"{', '.join(sorted(windowed))} (max_position_embeddings={window} in its config.json would do)"
         )
-    other = sorted(layers - {"sliding_attention", "full_attention", *record.recurrent})
+    other = sorted(layers - {_SLIDING, _FULL, *(() if record.is_written else (_CHUNKED,)), *record.recurrent})
     if other:
         reason, _ = _OTHER_LAYERS.get(other[0], ("which the cache has no place for", ()))
         if model_type in _STATES_OF:

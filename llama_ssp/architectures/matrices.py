@@ -111,7 +111,7 @@ class Cut(Enum):
 
     query_heads = "query heads"
     kv_heads = "key-value heads"
-    fused_qkv = "heads, each with its query, key and value"
+    fused_qkv = "key-value heads, each with its queries, key and value"
     qkv = "query heads, then key heads, then value heads"
     mlp_units = "MLP units"
     gate_up = "gates, then MLP units"
@@ -119,15 +119,16 @@ class Cut(Enum):
 
 
 HEAD_CUTS = frozenset({Cut.query_heads, Cut.kv_heads, Cut.fused_qkv, Cut.qkv})
-_EMBEDDINGS = ("embed_tokens", "wte", "embeddings")
+_EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "embeddings")
 IN_PARTS = ("qkv_proj", "gate_up_proj")
 _MODULES = {
     Cut.query_heads: (
         "q_proj", "q_b_proj", "kv_b_proj", "g_proj", "self_attn.gate_proj", "dt_proj", "o_proj", "out_proj", "dense",
+        "attn.c_proj",
     ),
     Cut.kv_heads: ("k_proj", "v_proj"),
     Cut.fused_qkv: ("query_key_value",),
-    Cut.qkv: ("qkv_proj",),
+    Cut.qkv: ("qkv_proj", "attn.c_attn"),
     Cut.gate_up: ("gate_up_proj", "input_linear"),
     Cut.mlp_units: (
         "gate_proj", "up_proj", "down_proj", "dense_h_to_4h", "dense_4h_to_h", "fc1", "fc2", "fc_in", "fc_out", "c_fc",
@@ -180,10 +181,12 @@ class RankShard:
         """The rows (column-parallel) or columns (row-parallel) that this rank holds of a matrix with `size` of them."""
         num_heads, num_kv_heads = self.num_heads, self.heads.num_kv_heads
         match cut:
-            case Cut.query_heads | Cut.fused_qkv:  # the latter is [head][q, k, v][dim]
-                return (_times(self.heads.query_heads, size // num_heads),)
-            case Cut.kv_heads:
-                return (_times(self.heads.kv_heads, size // num_kv_heads),)
+            case Cut.query_heads | Cut.kv_heads:
+                of_queries, of_keys = (self.heads.query_heads, num_heads), (self.heads.kv_heads, num_kv_heads)
+                own, number = of_queries if cut is Cut.query_heads else of_keys
+                return (_times(own, size // number),)
+            case Cut.fused_qkv:
+                return self._fused(size // (num_heads + 2 * num_kv_heads), num_heads // num_kv_heads)
             case Cut.qkv:
                 dim = size // (num_heads + 2 * num_kv_heads)
                 queries, keys = _times(self.heads.query_heads, dim), _times(self.heads.kv_heads, dim)
@@ -197,6 +200,14 @@ class RankShard:
                 even = (block for block in self.even_blocks if size % (block * self.num_ranks) == 0)
                 block = next(even, _largest_block(self.blocks, size, self.num_ranks))
                 return (split_blocks(size, self.num_ranks, block=block, what="units of an MLP")[self.rank],)
+
+    def _fused(self, dim: int, group: int) -> tuple[range, ...]:
+        """The features of own heads in [key-value head][`group` queries, key, value][`dim`]."""
+        own, keys = self.heads.query_heads, self.heads.kv_heads
+        if len(own) == group * len(keys):
+            return (_times(keys, (group + 2) * dim),)
+        first = 2 * dim * keys.start  # keys and values before those of the one head, some of whose queries are here
+        return _behind(first, _times(own, dim)), _behind(first + group * dim * (keys.start + 1), range(2 * dim))
 
     def num_of(self, num_units: int) -> int:
         """Number of units that this rank holds, of `num_units` that are cut one by one."""

@@ -25,7 +25,7 @@ from transformers import PretrainedConfig
 from transformers.cache_utils import Cache
 
 from llama_ssp.architectures.engine import saves_states
-from llama_ssp.architectures.family import num_positions, record_of, with_slots
+from llama_ssp.architectures.family import Chunk, num_positions, record_of, with_slots
 from llama_ssp.kernels.parts import KeptRows, rows_of
 from llama_ssp.models.states import LayerState, StateCache, StateView
 from llama_ssp.ranks.comms import Comm, Reads
@@ -328,8 +328,17 @@ def _causal_rows(capacity: int, *, window: int | None, dtype: torch.dtype, devic
     return line.as_strided((capacity, capacity), (1, 1))
 
 
+def _begun_rows(capacity: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """As `_causal_rows`, the mask of all slots from a position on: minus infinity before it."""
+    line = torch.zeros(2 * capacity, dtype=dtype, device=device)
+    line[: capacity - 1] = float("-inf")
+    return line.as_strided((capacity, capacity), (1, 1))
+
+
 class Masks(Workspace):
     """The masks of all layers of a model, one for each distinct window; see `_causal_rows`.
+
+    The mask of a `Chunk` is the causal one and that from the chunk's first position on.
 
     Attributes:
         shown: the mask rows by bucket, then by window in the order of the layers.
@@ -339,20 +348,27 @@ class Masks(Workspace):
         self, windows: Iterable[int | None], *, capacity: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         wholes = {
-            window: _causal_rows(capacity, window=window, dtype=dtype, device=device)
+            window: _causal_rows(
+                capacity, window=None if isinstance(window, Chunk) else window, dtype=dtype, device=device
+            )
             for window in dict.fromkeys(windows)
         }
         self.shown = PerBucket(lambda bucket: {window: rows_SS[:, :bucket] for window, rows_SS in wholes.items()})
         self._last = torch.tensor(capacity - 1, device=device)
+        self._begun_SS = _begun_rows(capacity, dtype=dtype, device=device)
 
     def rows(self, positions_BT: Tensor, *, bucket: int) -> dict[int | None, Tensor]:
         """The masks (B, 1, T, bucket) of tokens at these positions, by window in the order of the layers."""
-        batch_size, _ = positions_BT.shape
-        rows_M = (self._last - positions_BT).flatten()
-        return {
-            window: rows_SU.index_select(0, rows_M).unflatten(0, (batch_size, 1, -1))
-            for window, rows_SU in self.shown[bucket].items()
-        }
+
+        def rows(rows_SU: Tensor, places_BT: Tensor) -> Tensor:
+            rows_MU = rows_SU.index_select(0, (self._last - places_BT).flatten())
+            return rows_MU.view(len(places_BT), 1, -1, bucket)
+
+        masks = {window: rows(rows_SU, positions_BT) for window, rows_SU in self.shown[bucket].items()}
+        for window, mask_B1TU in masks.items():
+            if isinstance(window, Chunk):
+                mask_B1TU.add_(rows(self._begun_SS[:, :bucket], positions_BT // window * window))
+        return masks
 
 
 class Taps(Workspace):

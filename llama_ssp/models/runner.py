@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from llama_ssp.architectures.family import Chunk
 from llama_ssp.models.cache import Taps, agreed
 from llama_ssp.ranks.comms import Comm, Reads
 
@@ -75,9 +76,15 @@ def masks_of(tree: TreePlaces, windows: Iterable[int | None], *, dtype: torch.dt
 
 
 def nearest(seen_BTX: Tensor, window: int | None) -> Tensor:
-    """The last `window` of the slots that each token sees, which are in the order of their positions; None for all."""
+    """The last `window` of the slots that each token sees, which are in the order of their positions; None for all.
+
+    Of a `Chunk`, the token's chunk of the slots.
+    """
     if window is None:
         return seen_BTX
+    if isinstance(window, Chunk):
+        numbers_BTX = seen_BTX.cumsum(-1)
+        return seen_BTX & (numbers_BTX > (numbers_BTX[..., -1:] - 1) // window * window)
     return seen_BTX & (seen_BTX.flip(-1).cumsum(-1).flip(-1) <= window)
 
 

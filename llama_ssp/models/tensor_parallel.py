@@ -161,11 +161,11 @@ def shard(
             _CUT_AS_ONE[style](module, own, comm)
             continue
         place, _, leaf = name.rpartition(".")
-        attention, cut, size = model.get_submodule(place), cut_of(name), _size_of(module, style)
+        attention, cut, size = model.get_submodule(place), units_of(model, name), _size_of(module, style)
         if cut in HEAD_CUTS and not hasattr(attention, "kv_b_proj"):  # heads of latents have any width
             has_gates = record_of(shape.model_type).gates_queries and leaf == "q_proj"
             _check_heads(name, size // (1 + has_gates), cut, shape, getattr(attention, "head_dim", shape.head_dim))
-        model.set_submodule(name, _local(name, module, style, own=own, comm=comm))
+        model.set_submodule(name, _local(name, module, style, cut=cut, own=own, comm=comm))
         if cut is not Cut.vocabulary:
             shared[place][leaf] = size
     for name, sizes in shared.items():
@@ -213,7 +213,7 @@ def _check_vectors(name: str, parent: nn.Module, widths: set[int]) -> None:
 def _check_heads(name: str, size: int, cut: Cut, shape: ModelShape, head_dim: int) -> None:
     queries, keys = shape.num_attention_heads, shape.num_key_value_heads
     said = head_dim * {
-        Cut.query_heads: queries, Cut.kv_heads: keys, Cut.fused_qkv: 3 * queries, Cut.qkv: queries + 2 * keys
+        Cut.query_heads: queries, Cut.kv_heads: keys, **dict.fromkeys((Cut.fused_qkv, Cut.qkv), queries + 2 * keys)
     }[cut]  # fmt: skip
     if size != said:
         message = f"{name} has {size} features where the config says {said} ({cut.value}): run this model on one rank"
@@ -256,9 +256,14 @@ def _style(model: PreTrainedModel, plan: dict[str, str], name: str) -> str:
     return "replicated" if style == RECURRENT and not shared_heads(model.get_submodule(name)) else style
 
 
-def _local(name: str, module: nn.Module, style: str, *, own: RankShard, comm: Comm) -> LocalModule:
+def units_of(model: PreTrainedModel, name: str) -> Cut:
+    """The units that a module is cut along, as its family says, or by its name."""
+    return record_of(model.config.model_type).cuts.get(name.rpartition(".")[2]) or cut_of(name)
+
+
+def _local(name: str, module: nn.Module, style: str, *, cut: Cut, own: RankShard, comm: Comm) -> LocalModule:
     """Make this rank's sharded module."""
-    cut, size = cut_of(name), _size_of(module, style)
+    size = _size_of(module, style)
     of_ranks = vocabulary_parts(size, comm.size) if cut is Cut.vocabulary else ()
     parts = own.features(cut, size)
     match style, module:
@@ -390,11 +395,12 @@ def _cut_heads(attention: LibraryPart, own: RankShard) -> None:
         "num_heads": len(queries),
         "num_attention_heads": len(queries),
         "num_key_value_heads": len(keys),
+        "num_kv_heads": len(keys),
         "num_key_value_groups": len(queries) // len(keys),
     }
     patched: dict[str, Any] = {name: counts[name] for name in counts.keys() & vars(attention).keys()}
-    if hasattr(attention, "embed_dim"):  # the width of all heads' outputs
-        patched["embed_dim"] = len(queries) * attention.embed_dim // own.num_heads
+    for name in {"embed_dim", "split_size"} & vars(attention).keys():  # the width of all heads' outputs
+        patched[name] = len(queries) * getattr(attention, name) // own.num_heads
     if hasattr(attention, "qkv_proj"):  # the library finds the parts of its output by the config
         patched["config"] = copy(attention.config)
         patched["config"].update({"num_attention_heads": len(queries)})

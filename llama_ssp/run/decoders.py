@@ -50,6 +50,7 @@ from llama_ssp.speculate.sampling.rules import ForcedLengths, make_rule
 from llama_ssp.speculate.sampling.shards import WHOLE, Shard
 from llama_ssp.speculate.sampling.trees import verify_tree
 from llama_ssp.weights.source import tap_source
+from llama_ssp.words import said
 from llama_ssp.workspaces import InPlace
 
 _log = logging.getLogger(__name__)
@@ -152,22 +153,14 @@ def load_models(
 
 
 def _why_not_reproducible(models: Models) -> str:
-    kinds = [source.origin.shape.model_type for source in models.sources if not source.origin.shape.is_head]
-    library = [kind for kind in kinds if not record_of(kind).is_llama_kind]
-    if models.target.device.type != "cpu":
-        reason = "is for CPUs so far: leave it out, or use device=cpu"
-    elif library:
-        reason = (
-            f"needs models of the lean decoder, and {library[0]} models run on the modules of transformers, whose "
-            "attention rounds differently for another number of positions: leave it out"
-        )
-    else:
-        reason = (
-            "needs compiled products and attention for all layers of all models, and this machine has none for some "
-            "of theirs (the guide to reproducible texts lists instructions, formats and sizes): leave it out, or use "
-            "another model.quantization"
-        )
-    return f"reproducible=true {reason}"
+    """What no check of settings and files could know (`combinations`)."""
+    reason = (
+        "needs compiled products and attention for all layers of all models, and this machine has none for some of "
+        "theirs (the guide to reproducible texts lists instructions, formats and sizes): leave it out, or use another "
+        "model.quantization or number of ranks"
+    )
+    is_cpu = models.target.device.type == "cpu"
+    return f"{said('reproducible', True)} {reason if is_cpu else 'is for CPUs so far: leave it out, or use device=cpu'}"
 
 
 Progress = Callable[[str, int, int], None]

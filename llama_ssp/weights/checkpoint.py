@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, PretrainedConfig, __version__
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from llama_ssp.architectures.family import check_kind, check_servable, kinds, text_part
+from llama_ssp.architectures.family import check_kind, check_servable, kinds, record_of, text_part
 from llama_ssp.architectures.model_files import (
     MISTRAL_ALONE,
     change_alone,
@@ -32,7 +32,7 @@ from llama_ssp.errors import CheckpointError, shown
 from llama_ssp.storage.formats import PackedLayout
 from llama_ssp.storage.stored import QUANTIZATION, layout_of, unreadable
 from llama_ssp.untyped import Parsed
-from llama_ssp.weights.experts import TurnedTensor, join_convolutions, join_experts
+from llama_ssp.weights.experts import TurnedTensor, join_convolutions, join_experts, turn
 from llama_ssp.weights.packed import combine
 from llama_ssp.weights.source import ListedTensor, StoredTensor, Wanted, read_header
 from llama_ssp.words import said
@@ -97,7 +97,7 @@ def inspect(folder: Path, *, config_alone: bool = False) -> Checkpoint:
             config.tie_word_embeddings = not has_head
             shape = replace(shape, tie_word_embeddings=not has_head)
     packed = combine(tensors, layout, folder) if layout and tensors else tensors
-    joined = join_convolutions(join_experts(packed, folder))
+    joined = turn(join_convolutions(join_experts(packed, folder)), record_of(shape.model_type).turned)
     return Checkpoint(folder=folder, config=config, shape=shape, tensors=joined, head=head)
 
 

@@ -40,6 +40,11 @@ _IMAGES: Content = {
     **dict.fromkeys(("out_hidden_size", "output_dim"), SIZES["hidden_size"]),
     "image_size": 28, "patch_size": 14, "head_dim": 16, "vocab_size": SIZES["vocab_size"],
 }  # fmt: skip
+CHUNKS: Content = {
+    "attention_chunk_size": 6, "floor_scale": 4, "no_rope_layer_interval": 2, "interleave_moe_layer_step": 2,
+    "intermediate_size_mlp": 160, "num_experts_per_tok": 1,
+}  # fmt: skip
+"""Sizes of a Llama 4 whose texts go over the borders of chunks and of temperatures."""
 _UNSET = ("sliding_window",)
 """A field of text models that some of their configurations have without effect."""
 
@@ -112,12 +117,17 @@ LAYOUTS = {
     "SmolVLM": Layout(kind="smolvlm"),
     "Idefics 3": Layout(kind="idefics3"),
     "InternVL": Layout(kind="internvl"),
+    "Llama 4": Layout(kind="llama4", sizes=CHUNKS),
     "InternVL, llm_config": Layout(kind="internvl", edit=_as_llm),
     "Qwen2.5 Omni": Layout(kind="qwen2_5_omni_thinker", edit=_in_thinker, prefix="thinker."),
 }
 """Gemma 3n, whose images need a package more, and Gemma 4 are built by `save_gemma`."""
 WINDOWS: dict[str, Content] = {
-    kind: {"sliding_window": 6} for kind in ("aya_vision", "cohere2_vision", "exaone4_5", "gemma3", "gemma4_unified")
+    "llama4": CHUNKS,
+    **{
+        kind: {"sliding_window": 6}
+        for kind in ("aya_vision", "cohere2_vision", "exaone4_5", "gemma3", "gemma4_unified")
+    },
 }
 """Sizes of kinds whose text part always has windows."""
 

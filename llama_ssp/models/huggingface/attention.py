@@ -1,10 +1,11 @@
-"""Attentions that transformers gets from here: softcapped ones, those to latents, and each position by position.
+"""Attentions that transformers gets from here: softcapped, to latents, with a temperature; each position by position.
 
 Shapes: B sequences, T positions, H query heads, N key-value heads, G query heads of each, Q = T * G queries, S slots,
 D head dim.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,9 @@ Form = Callable[..., tuple[Tensor, None]]
 
 SOFTCAPPED = "softcapped"
 """The name under which transformers knows `_softcapped`."""
-BY_POSITION = {"sdpa": "sdpa_by_position", SOFTCAPPED: "softcapped_by_position", LATENT: "latent_by_position"}
+TEMPERED = "tempered"
+"""The name under which transformers knows `_tempered`."""
+BY_POSITION = {name: f"{name}_by_position" for name in ("sdpa", SOFTCAPPED, LATENT, TEMPERED)}
 """Name of the position-by-position variant, by the name of the attention."""
 
 
@@ -52,6 +55,15 @@ def _softcapped(
     return attended_BHTD.transpose(1, 2).contiguous(), None
 
 
+def _tempered(
+    form: Form, module: nn.Module, query: Tensor, *others: Tensor, scales_BT: Tensor | None = None, **options: object
+) -> tuple[Tensor, None]:
+    """Attention whose queries (B, H, T, D) are multiplied by a number of their position; returns (B, T, H, D)."""
+    if scales_BT is not None:
+        query = (query * scales_BT[:, None, :, None]).to(query.dtype)
+    return form(module, query, *others, **options)
+
+
 def _one_by_one(form: Form) -> Form:
     """The position-by-position variant of an attention of transformers; it returns (B, T, H, D)."""
 
@@ -75,6 +87,8 @@ _FORMS: dict[str, Form] = {
     BY_POSITION["sdpa"]: _one_by_one(sdpa_attention_forward),
     BY_POSITION[SOFTCAPPED]: _one_by_one(_softcapped),
     BY_POSITION[LATENT]: _one_by_one(attend_latents),
+    TEMPERED: partial(_tempered, sdpa_attention_forward),
+    BY_POSITION[TEMPERED]: partial(_tempered, _one_by_one(sdpa_attention_forward)),
 }
 for _name, _form in _FORMS.items():
     AttentionInterface.register(_name, _form)

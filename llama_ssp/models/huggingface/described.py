@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
-from transformers.pytorch_utils import Conv1D
 
 from llama_ssp.architectures.family import record_of, with_slots
 from llama_ssp.architectures.layers import layer_of
@@ -32,7 +31,7 @@ from llama_ssp.weights.source import WeightSource
 _Origin = TypeVar("_Origin", bound=WeightSource)
 
 _LAYER = re.compile(r"\.\d+\.")
-_IN_LAYER = re.compile(r"\.\d+\.(?:(?!self_attn\.gate_proj)\w+\.(?=.*\.))?")
+_IN_LAYER = re.compile(r"\.\d+\.(?:(?!self_attn\.gate_proj|attn\.c_)\w+\.(?=.*\.))?")
 """The prefix of the name of a module's parameter within a layer, with the name of the layer's part if it has parts."""
 _OUTSIDE = -1
 """In place of a layer's number, where parameters are in none."""
@@ -74,8 +73,8 @@ def modules_of(model: PreTrainedModel, shape: ModelShape) -> Inventory:
                 cut = None if cut is None else int(leaf.startswith("down"))
                 found = Matrix(module=f"experts.{leaf}", num_rows=rows, num_columns=columns, cut=cut, num_chosen=1)
                 layers[number][found] += num_copies
-            elif leaf == "weight" and (is_linear(name, module) or isinstance(module, Conv1D | nn.Embedding)):
-                rows, columns = parameter.shape[::-1] if isinstance(module, Conv1D) else parameter.shape
+            elif leaf == "weight" and (is_linear(name, module) or isinstance(module, nn.Embedding)):
+                rows, columns = parameter.shape
                 short = _IN_LAYER.split(f"{name}.weight")[-1].removesuffix(".weight")
                 if num_units := shared_heads.get(name, 0):
                     cut = int(name.endswith(("out_proj", ".o_proj")))

@@ -10,9 +10,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.pytorch_utils import Conv1D
 
 from llama_ssp.architectures.decoders import GPT_NEO
 from llama_ssp.architectures.family import record_of
@@ -43,8 +44,10 @@ def adapt(model: PreTrainedModel) -> None:
 
 def mask_argument(config: PretrainedConfig, masks: Mapping[int | None, Tensor]) -> Tensor | dict[str, Tensor | None]:
     """The attention mask argument of a model of transformers, from the masks (B, 1, T, S) of its layers' windows."""
-    if len(masks) > 1 and getattr(config, "layer_types", None):
-        return {"full_attention": masks.get(None), "sliding_attention": masks.get(config.sliding_window)}
+    if len(masks) > 1 and (kinds := getattr(config, "layer_types", None)):
+        record = record_of(config.model_type)
+        windows = zip(kinds, record.windows_of(config), strict=True)
+        return {kind: masks[window] for kind, window in windows if kind not in record.recurrent}
     return next(iter(masks.values())) if len(masks) == 1 else torch.cat([*masks.values()], 1)
 
 
@@ -83,6 +86,19 @@ def _attend(module: LibraryPart, number: int, *qkv_and_masks: Tensor) -> tuple[T
     *qkv, masks_BWTS = qkv_and_masks
     attended_BTHD, _ = attend(module, *qkv, masks_BWTS[:, number : number + 1], scaling=1.0)
     return attended_BTHD.transpose(1, 2), None
+
+
+def use_linears(model: PreTrainedModel) -> None:
+    """Replace linear layers of other classes: of GPT-2, whose weights `Family.turned` turns, and of Falcon."""
+    for name, module in list(model.named_modules()):
+        if isinstance(module, Conv1D):
+            linear = nn.Linear(module.nx, module.nf, device="meta")
+        elif isinstance(module, nn.Linear) and type(module) is not nn.Linear:
+            has_bias = module.bias is not None
+            linear = nn.Linear(module.in_features, module.out_features, bias=has_bias, device="meta")
+        else:
+            continue
+        model.set_submodule(name, linear)
 
 
 def adapt_gpt_neox_japanese(model: PreTrainedModel) -> None:

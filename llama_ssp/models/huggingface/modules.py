@@ -22,7 +22,7 @@ from transformers.initialization import no_init_weights
 from transformers.modeling_utils import local_torch_dtype
 
 from llama_ssp.architectures.family import check_servable, record_of
-from llama_ssp.architectures.matrices import WholeParts, cut_of
+from llama_ssp.architectures.matrices import WholeParts
 from llama_ssp.errors import CheckpointError, ConfigError
 from llama_ssp.kernels.linear import Kernel, Linear
 from llama_ssp.models.huggingface import texts
@@ -31,7 +31,7 @@ from llama_ssp.models.huggingface.experts import OwnExperts, can_be_own, experts
 from llama_ssp.models.huggingface.families import adapt
 from llama_ssp.models.huggingface.latents import projections, unpack
 from llama_ssp.models.huggingface.stages import keep_stage
-from llama_ssp.models.tensor_parallel import ColumnLinear, GatheredLinear, RowLinear, cut_dim, shard
+from llama_ssp.models.tensor_parallel import ColumnLinear, GatheredLinear, RowLinear, cut_dim, shard, units_of
 from llama_ssp.models.weights import (
     EXPERTS,
     LINEAR,
@@ -56,12 +56,16 @@ class _Buffer(nn.Parameter):
 
 
 class _EmptyOnMeta(TorchFunctionMode):
-    """Makes uninitialized tensors on the meta device at once: the experts of a layer may not fit in memory."""
+    """Makes uninitialized tensors on the meta device at once, and zeros of three dimensions, as of Llama 4.
+
+    The experts of a layer may not fit in memory.
+    """
 
     def __torch_function__(
         self, func: Callable[..., Any], _types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:  # noqa: ANN401 - of any function
-        return func(*args, **(kwargs or {}) | ({"device": "meta"} if func is torch.empty else {}))
+        is_empty = func is torch.empty or (func is torch.zeros and len(args) == 3)  # noqa: PLR2004
+        return func(*args, **(kwargs or {}) | ({"device": "meta"} if is_empty else {}))
 
 
 @contextmanager
@@ -120,7 +124,7 @@ def table_of(
         if (layer := name.removesuffix(".weight")) not in linears or layer == name:
             return Parameter(tuple(values.shape))
         dim = cut_dim(model, layer, whole=whole) if num_ranks > 1 else None
-        return Parameter(tuple(values.shape), LINEAR, dim, None if dim is None else cut_of(layer))
+        return Parameter(tuple(values.shape), LINEAR, dim, None if dim is None else units_of(model, layer))
 
     return {name: parameter(name, values) for name, values in model.named_parameters(remove_duplicate=False)}
 

@@ -30,6 +30,8 @@ from llama_ssp.storage.formats import OWN_DTYPE
 from llama_ssp.untyped import LibraryPart
 
 _COMPARED_TOKENS, _COMPARED_PIECE, _COMPARED_WINDOW = 24, 8, 6
+_WINDOWS = "sliding_window", "attention_chunk_size"
+"""Fields of a config that say how many positions a layer sees."""
 _MOST_APART = {True: 1e-3, False: 0.1}
 """Relative difference of the logits, in fp32 and in 16 bits."""
 _MOST_LETTERS = 200
@@ -62,8 +64,8 @@ class ModuleRunner(CachedRunner):
         self._model, self._stage = model, stage
         self._width, self._like = int(model.config.hidden_size), values.new_empty(0)
         layers: Any = layers_of(model)[1]
-        self._entry = None if stage.is_first else layers[stage.layers.start - 1]
-        self._exit = None if stage.is_last else layers[stage.layers.stop]
+        self._entry = layers[stage.layers.start - 1] if stage.layers.start else None
+        self._exit = layers[stage.layers.stop] if 0 < stage.layers.stop < len(layers) else None
         self._windows = record_of(model.config.model_type).windows_of(model.config)  # a forward makes masks of all
         self._library_cache = LibraryCache(self._slot_layers)
         if record_of(model.config.model_type).recurrent:
@@ -79,7 +81,8 @@ class ModuleRunner(CachedRunner):
         self._experts = [module for module in model.modules() if isinstance(module, OwnExperts)]
         if self._counter.num_experts:
             self.experts_read_3 = self._counter.sums_3
-        if not record_of(model.config.model_type).is_written:
+        is_copy = not (stage.is_first or self._entry)  # layers that another model runs
+        if not (is_copy or record_of(model.config.model_type).is_written):
             self._compare()
         self._cache, self._states, self._saved = None, None, None
         self._kept = rows_of(cache_dtype, self.dtype)
@@ -99,9 +102,15 @@ class ModuleRunner(CachedRunner):
         """Number of its layers."""
         return len(layers_of(self._model)[1])
 
-    def part(self, numbers: Sequence[int]) -> "ModulePart":
-        """A runner of some layers, in order, between the same embedding and output."""
-        return ModulePart(self, [layer for n, layer in enumerate(layers_of(self._model)[1]) if n not in numbers])
+    def part(self, numbers: Sequence[int], *, of: "ModuleRunner | None" = None) -> "ModulePart":
+        """A runner of some layers, in order, between the same embedding and output; see `LeanRunner.part`."""
+        layers = [*layers_of(self._model)[1]]
+        left_out = [layer for number, layer in enumerate(layers) if number not in numbers]
+        if of is None:
+            return ModulePart(self, left_out)
+        of._counter.chosen = self._counter.chosen  # which each forward clears
+        others: Any = layers_of(of._model)[1]
+        return ModulePart(self, left_out, [(layers[number], others[number]) for number in numbers])
 
     def make_buffers(self, cache: StaticCache, layers: Collection[int]) -> None:
         """Make the buffers of some layers in a cache of this model's, as in its own, which a forward may have to make.
@@ -135,14 +144,14 @@ class ModuleRunner(CachedRunner):
         """
         config: Any = self._model.config
         stage, self._stage = self._stage, WHOLE_MODEL
-        windows, window = self._windows, getattr(config, "sliding_window", None)
+        windows, own = self._windows, {name: size for name in _WINDOWS if (size := getattr(config, name, None))}
         positions_BT = torch.arange(_COMPARED_TOKENS, device=self.device).repeat(2, 1)
         ids_BT = torch.stack([7 * positions_BT[0], 5 * positions_BT[1]]) % self.vocab_size
         if self._entry:  # hidden states
             ids_BT = torch.sin(ids_BT[..., None] + torch.arange(self._width, device=self.device)).to(self.dtype)
         try:
-            if window:
-                config.sliding_window = _COMPARED_WINDOW
+            if own:
+                config.update(dict.fromkeys(own, _COMPARED_WINDOW))
                 self._windows = record_of(config.model_type).windows_of(config)
             wanted_BTV = self._called(self._model, ids_BT, use_cache=False).float()
             self.allocate(batch_size=2, capacity=_COMPARED_TOKENS, num_rolled_back=_COMPARED_PIECE)
@@ -160,8 +169,7 @@ class ModuleRunner(CachedRunner):
                 f"{config.model_type} models do not run with the static cache ({reason}): {OTHER}"
             ) from error
         finally:
-            if window:
-                config.sliding_window = window
+            config.update(own)
             self._windows, self._cache, self._stage = windows, None, stage
         if not apart < _MOST_APART[self.dtype is torch.float32]:
             raise ConfigError(
@@ -279,11 +287,17 @@ class ModuleRunner(CachedRunner):
 class ModulePart:
     """Some layers of a `ModuleRunner`, whose other layers a forward of it passes over; it shares all weights.
 
-    Layers that keep states read and write those of the whole model.
+    Layers that keep states read and write those of the whole model. A layer may be `copied`, and computes with the
+    weights of its copy.
     """
 
-    def __init__(self, whole: ModuleRunner, left_out: Sequence[nn.Module]) -> None:
-        self._whole, self._left_out, self._reads = whole, left_out, Reads.all
+    def __init__(
+        self,
+        whole: ModuleRunner,
+        left_out: Sequence[nn.Module],
+        copied: Sequence[tuple[nn.Module, nn.Module]] = (),
+    ) -> None:
+        self._whole, self._left_out, self._copied, self._reads = whole, left_out, copied, Reads.all
         self._cache: StaticCache | None = None
         self._num_others: int | None = None  # of what a layer returns beside its output; None if that is no tuple
         for layer in left_out[:1]:
@@ -301,17 +315,19 @@ class ModulePart:
 
     def forward(self, ids_BT: Tensor, positions_BT: Tensor, **how: Any) -> Tensor:
         """See `Runner.forward`."""
-        kept = [vars(layer).get("forward") for layer in self._left_out]
+        others = [(layer, self._pass_over) for layer in self._left_out]
+        others += [(layer, copied.forward) for layer, copied in self._copied]
+        kept = [vars(layer).get("forward") for layer, _ in others]
         try:
-            for layer in self._left_out:
-                layer.forward = self._pass_over
+            for layer, forward in others:
+                layer.forward = forward
             with self._whole.lent(self._cache or self._whole.cache, self._reads):
                 return self._whole.forward(ids_BT, positions_BT, **how)
         finally:
-            for layer, forward in zip(self._left_out, kept, strict=True):
+            for (layer, _), own in zip(others, kept, strict=True):
                 del layer.forward
-                if forward:
-                    layer.forward = forward
+                if own:
+                    layer.forward = own
 
     def _pass_over(self, *args: Any, **options: Any) -> Any:  # noqa: ANN401 - as the layers of a family
         x: Tensor = args[0] if args else options["hidden_states"]

@@ -126,9 +126,10 @@ class CompiledLinear(NativeLinear):
         operator = product_of(product)
         assert operator
         self.product, self._operator = product, operator
-        self._packed, self._scales_O = operands(product, values_OI, scales_O)
+        self._packed, scales_O = operands(product, values_OI, scales_O)
+        self._scales_O = scales_O.float()
         self._none = self._norm = self._scales_O.new_empty(0, dtype=torch.float32)
-        self._bias_O = self._none if bias_O is None else bias_O
+        self._bias_O = self._none if bias_O is None else bias_O.float()
 
     def __call__(self, x_MI: Tensor, residual_MO: Tensor | None = None) -> Tensor:
         """See `Linear`."""
@@ -140,7 +141,7 @@ class CompiledLinear(NativeLinear):
         # The kernel reads rows that follow each other.
         x_MI, residual_MO = (part if part.is_contiguous() else part.contiguous() for part in (x_MI, residual_MO))
         packed, scales_O, bias_O, _ = self.operands
-        return self._operator(x_MI, packed, scales_O.float(), bias_O.float(), residual_MO, self._none, 0.0, False)
+        return self._operator(x_MI, packed, scales_O, bias_O, residual_MO, self._none, 0.0, False)
 
     def take_in(self, norm: Tensor, least_square: float, *, gates: bool) -> bool:
         """See `NativeLinear`."""
@@ -157,7 +158,9 @@ class CompiledLinear(NativeLinear):
     def fused(self, x_MI: Tensor) -> Tensor:
         """See `NativeLinear`."""
         packed, scales_O, bias_O, norm = self.operands
-        operands = packed, scales_O.float(), bias_O.float(), self._none, norm, self.least_square, self._gates
+        operands = packed, scales_O, bias_O, self._none, norm, self.least_square, self._gates
+        if x_MI.dtype is torch.float32:
+            return self._operator(x_MI, *operands)
         return self._operator(x_MI.float(), *operands).to(x_MI.dtype)
 
     @property

@@ -22,7 +22,7 @@ from llama_ssp.kernels.linear import (
 from llama_ssp.kernels.parts import RmsNorm
 from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.rooms.cpu.code import kinds
-from llama_ssp.rooms.cpu.code.compiled import has_features
+from llama_ssp.rooms.cpu.code.instructions import has_features
 from llama_ssp.rooms.cpu.linear import CompiledLinear, fits, native_floats, product_of
 from llama_ssp.storage.formats import Product, format_of, formats
 from tests.helpers.four_bits import rounded

@@ -15,7 +15,7 @@ from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.models.prefill import Buckets, Held, Prompts, read_prompts
 from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.ranks.comms import Comm
-from llama_ssp.rooms.cpu.code.compiled import has_features
+from llama_ssp.rooms.cpu.code.instructions import has_features
 from llama_ssp.storage.formats import format_of
 from tests.helpers.fake_comm import on_ranks, thread_comms
 from tests.helpers.lanes import heavy

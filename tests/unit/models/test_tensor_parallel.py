@@ -163,7 +163,7 @@ def test_experts_that_are_no_multiple_of_the_ranks_are_not_spread(saved: SavedMo
 @pytest.mark.parametrize(
     ("family", "changes", "reason"),
     [
-        ("gpt2", {}, "gpt2 has no tensor-parallel plan: run it on one rank, not on 2"),
+        ("mpt", {}, "mpt has no tensor-parallel plan: run it on one rank, not on 2"),
         ("flex_olmo", {"num_experts": 4}, r"self_attn.q_proj \(Linear\) by colwise_gather_output"),
     ],
 )

@@ -13,14 +13,25 @@ from typing import Any
 from llama_ssp.errors import ConfigError, SspError
 from llama_ssp.fields import with_value
 from llama_ssp.rooms.evaluate.audit.client import Ask, Bounds, Client, RefusedError, answers
-from llama_ssp.rooms.evaluate.audit.records import settings_of
+from llama_ssp.rooms.evaluate.audit.records import (
+    BIASES,
+    END,
+    GREEDY,
+    LAW,
+    MIN_TOKENS,
+    PROCESSORS,
+    SEEDS,
+    STOPS,
+    SWAPPED,
+    checks_of,
+    settings_of,
+)
 from llama_ssp.rooms.evaluate.audit.texts import Answered, TextReader
 from llama_ssp.run.requests import PromptRequest
 from llama_ssp.run.session import Session
 from llama_ssp.settings.schema import SamplingConfig
 
-LAW, BASELINE, GREEDY, END, SEEDS, STOPS = "law", "baseline", "greedy", "end", "seeds", "stops"
-ANSWERS = "answers.jsonl"
+BASELINE, ANSWERS = "baseline", "answers.jsonl"
 NUM_SCORED, NUM_REPEATED, NUM_STOPPED = 64, 4, 8
 """Texts with log-probabilities, texts that are asked for again, and texts with a stop."""
 PROCESSED_TOKENS, NUM_PROCESSED, _NUM_BIASED, _ENDING = 16, 32, 100, 100.0
@@ -31,11 +42,6 @@ _OF_BODY: dict[str, Any] = {
     "presence_penalty": 0.0, "logit_bias": {}, "min_new_tokens": None,
 }  # fmt: skip
 """Settings of sampling that requests have, and the values that are left out."""
-PROCESSORS = {
-    "temperature": 0.5, "top_k": 3, "top_p": 0.5, "min_p": 0.2, "repetition_penalty": 2.0, "frequency_penalty": 2.0,
-    "presence_penalty": 2.0,
-}  # fmt: skip
-"""Settings that are asked for one at a time, besides biases and the end of a text."""
 _EXTRAS: dict[str, Any] = {
     "return_token_ids": True, "return_tokens_as_token_ids": True, "logprobs": 20, "top_k": -1, "top_p": 1.0,
     "min_p": 0.0,
@@ -98,11 +104,11 @@ def processors(session: Session, requests: Sequence[PromptRequest]) -> dict[str,
     base, eos_ids = plain(session.config.sampling), session.models.eos_ids
     found = {name: with_value(base, name, value) for name, value in PROCESSORS.items()}
     biased = sorted({token for request in requests for token in request.prompt_ids} - {*eos_ids})
-    found["logit_bias"] = replace(base, logit_bias=dict.fromkeys(biased[:_NUM_BIASED], 3.0))
+    found[BIASES] = replace(base, logit_bias=dict.fromkeys(biased[:_NUM_BIASED], 3.0))
     both = {name: (sampling, base) for name, sampling in found.items()}
     if eos_ids:  # a bias ends texts at once, but for the least number of tokens
         ending = replace(base, logit_bias=dict.fromkeys(eos_ids, _ENDING))
-        both["min_tokens"] = (replace(ending, min_new_tokens=PROCESSED_TOKENS, eos_ids=tuple(eos_ids)), ending)
+        both[MIN_TOKENS] = (replace(ending, min_new_tokens=PROCESSED_TOKENS, eos_ids=tuple(eos_ids)), ending)
     return both
 
 
@@ -112,6 +118,7 @@ class Asker:
     def __init__(self, session: Session, requests: Sequence[PromptRequest], facts: Facts) -> None:
         self._session, self._requests, self._facts = session, requests, facts
         self._config, self._task = session.config, settings_of(session.config)
+        self._checks = checks_of(session.config)
         self.prompts, self.stops = dict[str, tuple[int, ...]](), dict[str, str]()
 
     def _ask(
@@ -131,13 +138,15 @@ class Asker:
     def texts(self, check: str, *, seed: int) -> list[Ask]:
         """The texts whose law is judged, all prompts by turns."""
         config, num = self._config, self._config.max_new_tokens
-        turns = enumerate(range(math.ceil(self._task.tokens / num)))
+        num_texts = math.ceil(self._task.tokens / num)
+        if not {LAW, SWAPPED} & {*self._checks}:  # how the server rounds is all that is asked
+            num_texts = min(num_texts, NUM_SCORED)
         return [
             self._ask(
                 f"{check}/{number}", self._requests[number % len(self._requests)], config.sampling, num=num,
                 seed=seed + number, scored=number < NUM_SCORED,
             )
-            for number, _ in turns
+            for number in range(num_texts)
         ]  # fmt: skip
 
     def others(self) -> list[Ask]:
@@ -147,14 +156,17 @@ class Asker:
         found = [
             self._ask(f"{GREEDY}/{number}", request, greedy, num=config.max_new_tokens, seed=seed)
             for number, request in enumerate(self._requests)
+            if GREEDY in self._checks
         ]
         for name, (sampling, _) in processors(self._session, self._requests).items():
-            turns = [self._requests[number % len(self._requests)] for number in range(NUM_PROCESSED)]
             found += [
-                self._ask(f"{name}/{number}", request, sampling, num=PROCESSED_TOKENS, seed=seed + number)
-                for number, request in enumerate(turns)
-            ]
-        return found + self._at_the_end()
+                self._ask(
+                    f"{name}/{number}", self._requests[number % len(self._requests)], sampling, num=PROCESSED_TOKENS,
+                    seed=seed + number,
+                )
+                for number in range(NUM_PROCESSED if name in self._checks else 0)
+            ]  # fmt: skip
+        return found + (self._at_the_end() if END in self._checks else [])
 
     def _at_the_end(self) -> list[Ask]:
         """Texts that fill the context, after one long prompt; none if the context is not known."""
@@ -176,11 +188,11 @@ class Asker:
     def again(self, known: Mapping[str, Answered | str]) -> list[Ask]:
         """Texts that are asked for again, alone, and texts that a stop should end."""
         config, found = self._config, list[Ask]()
-        for number in range(NUM_REPEATED):
+        for number in range(NUM_REPEATED if SEEDS in self._checks else 0):
             request = self._requests[number % len(self._requests)]
             seed = config.seed + number
             found.append(self._ask(f"{SEEDS}/{number}", request, config.sampling, num=config.max_new_tokens, seed=seed))
-        for number in range(NUM_STOPPED):
+        for number in range(NUM_STOPPED if STOPS in self._checks else 0):
             request, first = self._requests[number % len(self._requests)], known.get(f"{LAW}/{number}")
             if isinstance(first, Answered) and (stop := first.text[len(first.text) // 2 :][:2]):
                 self.stops[f"{STOPS}/{number}"] = stop

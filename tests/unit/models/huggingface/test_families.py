@@ -75,10 +75,8 @@ def requests(lengths: tuple[int, ...], *, num_tokens: int = NUM_NEW_TOKENS) -> l
 
 
 NO_RECORD = [kind for kind in FAMILIES if not record_of(kind.partition(",")[0]).is_written]
-REFUSED = (
-    "bloom", "openai-gpt", "llama4_text", "mamba",
-)  # fmt: skip
-ON_ONE = ("codegen", "diffllama", "falcon", "gpt2", "gpt_bigcode", "mpt")
+REFUSED = ("bloom", "openai-gpt", "mamba")
+ON_ONE = ("codegen", "diffllama", "mpt")
 LIGHT = ("mistral", "phi3", "mixtral", "nanochat", "gemma4_text", "xglm")
 
 
