@@ -5,7 +5,8 @@
 
 Runs take turns, each a start of its own, and prompts do not count. With groups the stages work at the same time. The
 bubble of one group is measured as the part of the time of two ranks that a rank of one thread with all layers does not
-need, and planned by `planning.timing.bubble`.
+need, and planned by `planning.timing.bubble`. Two groups pass two stages in three steps, each of half the rows and half
+the layers: one thread with half the rows says how long these would take without messages and a busy neighbour.
 """
 
 import argparse
@@ -27,16 +28,25 @@ from llama_ssp.settings.compose import compose, to_run_config
 ROWS, NUM_NEW_TOKENS, REPETITIONS, AT_MOST = 8, 128, 7, 1.15
 PROMPT = "import os"
 COMMON = [
-    "task=generate", "task.format=jsonl", "device=cpu", "draft=none", "ignore_eos=true", f"batch_size={ROWS}",
-    f"num_samples={ROWS}", f"max_new_tokens={NUM_NEW_TOKENS}",
+    "task=generate", "task.format=jsonl", "device=cpu", "draft=none", "ignore_eos=true",
+    f"max_new_tokens={NUM_NEW_TOKENS}",
 ]  # fmt: skip
+
+
+def rows_of(number: int) -> list[str]:
+    """The settings of so many rows."""
+    return [f"batch_size={number}", f"num_samples={number}"]
+
+
 STAGES = ["ranks=2", "placement.target.stages=2"]
 TWO_THREADS, ONE_THREAD, IN_ONE_GROUP, IN_TWO_GROUPS = "two threads", "one thread", "1 group", "2 groups"
+HALF_THE_ROWS, STEPS_OF_TWO_GROUPS = "one thread, half the rows", 3
 CANDIDATES: dict[str, tuple[list[str], dict[str, str]]] = {
-    TWO_THREADS: ([], {"OMP_NUM_THREADS": "2"}),
-    ONE_THREAD: ([], {"OMP_NUM_THREADS": "1"}),
-    IN_ONE_GROUP: ([*STAGES, "placement.target.groups=1"], {}),
-    IN_TWO_GROUPS: ([*STAGES, "placement.target.groups=2"], {}),
+    TWO_THREADS: (rows_of(ROWS), {"OMP_NUM_THREADS": "2"}),
+    ONE_THREAD: (rows_of(ROWS), {"OMP_NUM_THREADS": "1"}),
+    HALF_THE_ROWS: (rows_of(ROWS // 2), {"OMP_NUM_THREADS": "1"}),
+    IN_ONE_GROUP: ([*rows_of(ROWS), *STAGES, "placement.target.groups=1"], {}),
+    IN_TWO_GROUPS: ([*rows_of(ROWS), *STAGES, "placement.target.groups=2"], {}),
 }
 
 
@@ -54,7 +64,9 @@ def decoding_s(name: str, _repetition: int) -> float:
 
 def planned_bubble(num_groups: int) -> float:
     """The share of a step in which a rank waits, as the plan of the same run says."""
-    (composed,) = compose([*COMMON, *STAGES[1:], f"placement.target.groups={num_groups}", f"prompt={PROMPT}"])
+    (composed,) = compose(
+        [*COMMON, *rows_of(ROWS), *STAGES[1:], f"placement.target.groups={num_groups}", f"prompt={PROMPT}"]
+    )
     config = to_run_config(composed)
     plan = plan_of_run(config, world_size=2, machine=hardware_of(config, on_cpu=True), lengths=[len(PROMPT)])
     return bubble(CostModel(plan.spec, plan.hardware), 1)
@@ -70,6 +82,10 @@ def main() -> None:
     seconds = interleave(runs, num_repetitions=arguments.repetitions)
     goal = Goal("2 groups / two threads", median_ratio(seconds[IN_TWO_GROUPS], seconds[TWO_THREADS]), AT_MOST)
     print(table_of_goals([goal]))
+    steps = 2 / STEPS_OF_TWO_GROUPS * median_ratio(seconds[IN_TWO_GROUPS], seconds[HALF_THE_ROWS])
+    print(
+        f"2 groups take {steps:.2f} of {STEPS_OF_TWO_GROUPS} steps of half the rows and half the layers on one thread"
+    )
     bubbles = {}
     for number, name in ((1, IN_ONE_GROUP), (2, IN_TWO_GROUPS)):
         bubbles[name] = 1 - median_ratio(seconds[ONE_THREAD], seconds[name]) / 2
@@ -79,7 +95,7 @@ def main() -> None:
     medians = {name: statistics.median(values) for name, values in seconds.items()}
     print("seconds:", ", ".join(f"{name} {value:.3f}" for name, value in medians.items()))
     if arguments.store:
-        store("stages", {"ratio": goal.measured, "bubbles": bubbles, "seconds": medians, "rows": ROWS})
+        store("stages", {"ratio": goal.measured, "steps": steps, "bubbles": bubbles, "seconds": medians, "rows": ROWS})
 
 
 if __name__ == "__main__":

@@ -47,6 +47,7 @@ def load(  # noqa: PLR0913 - a notebook shows this signature
     placement: str | PlacementConfig | None = None,
     ranks: int | None = None,
     spare_rows: int = RunConfig.spare_rows,
+    reproducible: bool = RunConfig.reproducible,
 ) -> Pair:
     """Load a pair of models into this process, or over all ranks of torchrun, srun or `llama-ssp run --script`.
 
@@ -68,6 +69,7 @@ def load(  # noqa: PLR0913 - a notebook shows this signature
             process, or its launcher's.
         spare_rows: rows of the target's cache that keep texts which have ended, for prompts of later calls and of
             the same one that begin alike.
+        reproducible: refuse models whose logits could have other bits with another draft, K, batch or prefix.
 
     Raises:
         ConfigError: an argument has a wrong type or value, a plugin cannot be imported, the vocabularies differ, or
@@ -79,10 +81,11 @@ def load(  # noqa: PLR0913 - a notebook shows this signature
     given = {**locals()}
     with in_library_words():
         check_docstrings()
-        read = arguments.check_types(load, {name: given[name] for name in ("ranks", "spare_rows")})
-        given["spare_rows"] = read["spare_rows"]
+        read = arguments.check_types(load, {name: given[name] for name in ("ranks", "spare_rows", "reproducible")})
+        num_ranks = read.pop("ranks")
+        given |= read
         del given["ranks"]
-        if (num_ranks := read["ranks"]) not in {None, 1}:
+        if num_ranks not in {None, 1}:
             pair: Pair = imported(ELSEWHERE.of("ranks").load, setting="ranks")(num_ranks, given)
             return pair
         load_plugins()
@@ -97,7 +100,7 @@ def load(  # noqa: PLR0913 - a notebook shows this signature
             drafter = arguments.draft_model(draft_entry, vocabulary, draft)
         config = RunConfig(
             task=GenerateConfig(), model=target_entry, draft=drafter, device=kind,
-            placement=arguments.placement_of(placement), spare_rows=read["spare_rows"],
+            placement=arguments.placement_of(placement), **read,
         )  # fmt: skip
         check_effects(config, frozenset(f"draft.{name}" for name in arguments.draft_of(draft)[1]))
         with selection_kept(), start(device=kind, timeout_s=config.timeouts.load_s) as started:

@@ -6,11 +6,12 @@ which matrices are sharded.
 
 import math
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
+from typing import Any
 
 from llama_ssp.architectures.engine import STATE_VALUE_BYTES, kept_inputs
 from llama_ssp.catalogue import ModelShape
@@ -396,9 +397,11 @@ class Inventory:
     head: Matrix | None  # the output matrix; None if it is tied to the embedding.
     final_vectors: int  # elements of the last norm.
     num_layers: int
-    cached_values: int = 0  # of a token in all layers, where a cache keeps other values than the shape's heads.
+    # of a token in all layers, where a cache may keep other values than the shape's heads; None where it keeps theirs.
+    cached_values: int | None = None
     states: tuple[KeptStates, ...] = ()  # of recurrent layers.
     scores: bool = True  # it makes the logits, as all parts but earlier layers do.
+    each: tuple["Inventory", ...] = field(default=(), compare=False)  # the layers by themselves, where they differ.
 
     def __hash__(self) -> int:
         """Equal inventories have equal hashes."""
@@ -441,7 +444,25 @@ class Inventory:
     def num_all_reduces(self) -> int:
         """All-reduces of a forward under tensor parallelism: after each row-parallel matrix and a cut embedding."""
         has_cut_embedding = any(table.cut is not None for table in self.embeddings)
+        if self.each:
+            return sum(layer.num_all_reduces for layer in self.each) + has_cut_embedding
         return self.num_layers * len({matrix.module for matrix in self.layer if matrix.cut == 1}) + has_cut_embedding
+
+    @property
+    def parts(self) -> tuple["Inventory", ...]:
+        """Each layer and what stands outside of them, where layers differ; else all in one."""
+        if not self.each:
+            return (self,)
+        outer = replace(
+            self, layer=(), layer_vectors=0, final_vectors=self.outer_vectors, num_layers=0, states=(), each=()
+        )
+        return *self.each, outer
+
+    @property
+    def outer_vectors(self) -> int:
+        """Elements of norms outside of the layers; `final_vectors` also has what their mean leaves."""
+        in_mean = self.num_layers * self.layer_vectors
+        return self.final_vectors + (in_mean - sum(layer.layer_vectors for layer in self.each) if self.each else 0)
 
     def keeping(self, whole: WholeParts) -> "Inventory":
         """The parameters with some of them not to be cut; each rank then has its slice of a tied head as a copy."""
@@ -453,7 +474,9 @@ class Inventory:
         embeddings, head = tuple(map(kept, self.embeddings)), self.head
         if head is None and embeddings != self.embeddings:
             head = replace(self.embeddings[0], module="lm_head")
-        return replace(self, layer=tuple(map(kept, self.layer)), embeddings=embeddings, head=head)
+        return self._of_each(
+            lambda layer: replace(layer, layer=tuple(map(kept, layer.layer))), embeddings=embeddings, head=head
+        )
 
     def without_tables(self, number: int) -> "Inventory":
         """The parameters without the embeddings, and of two tables without the output, which another model has."""
@@ -464,27 +487,77 @@ class Inventory:
         """Number of parameters, biases and norms included."""
         tables = [*self.embeddings, *([self.head] if self.head else [])]
         biases = sum(matrix.num_rows for matrix in self.layer if matrix.has_bias)
-        layer = sum(matrix.num_elements for matrix in self.layer) + self.layer_vectors + biases
+        of_layer = sum(matrix.num_elements for matrix in self.layer) + self.layer_vectors + biases
+        layers = sum(layer.num_parameters for layer in self.each) if self.each else self.num_layers * of_layer
         head = sum(table.num_elements + table.num_rows * table.has_bias for table in tables)
-        return self.num_layers * layer + head + self.final_vectors
+        return layers + head + self.outer_vectors
 
     def of_rank(self, shard: RankShard) -> "Inventory":
         """The parameters of one rank."""
-        return replace(
-            self,
-            layer=tuple(matrix.of_rank(shard) for matrix in self.layer),
+        return self._of_each(
+            lambda layer: replace(
+                layer,
+                layer=tuple(matrix.of_rank(shard) for matrix in layer.layer),
+                states=tuple(kept.of_rank(shard) for kept in layer.states),
+            ),
             embeddings=tuple(matrix.of_rank(shard) for matrix in self.embeddings),
             head=self.head and self.head.of_rank(shard),
-            states=tuple(kept.of_rank(shard) for kept in self.states),
         )
 
-    def of_layers(self, num_layers: int, *, first: bool, last: bool) -> "Inventory":
+    def _of_each(self, change: Callable[["Inventory"], "Inventory"], **changes: Any) -> "Inventory":
+        """The parameters with a change of each layer, and further changes."""
+        kinds = {kind: change(kind) for kind in dict.fromkeys(self.each)}
+        return replace(change(self), each=tuple(kinds[kind] for kind in self.each), **changes)
+
+    def of_layers(self, layers: range, *, first: bool, last: bool) -> "Inventory":
         """Consecutive layers: the first ones with the embeddings, the last ones with the final norm and the head."""
         tied = None if first or self.head else replace(self.embeddings[0], module="lm_head")
+        tables: dict[str, Any] = {"embeddings": self.embeddings if first else (), "scores": last}
+        tables["head"] = (self.head or tied) if last else None
+        last_vectors = self.outer_vectors if last else 0
+        if not layers:  # of a device without any
+            values = None if self.cached_values is None else 0
+            none: dict[str, Any] = {"num_layers": 0, "cached_values": values, "states": (), "each": ()}
+            return replace(self, final_vectors=last_vectors, **none, **tables)
+        return joined([self.by_layer(number) for number in layers], final_vectors=last_vectors, **tables)
+
+    def by_layer(self, number: int) -> "Inventory":
+        """One of the layers, without what stands outside of them."""
+        if self.each:
+            return self.each[number]
+        values = None if self.cached_values is None else self.cached_values // self.num_layers
+        states = tuple(replace(kept, num_layers=1) for kept in self.states)
         return replace(
-            self, embeddings=self.embeddings if first else (), head=(self.head or tied) if last else None,
-            final_vectors=self.final_vectors if last else 0, num_layers=num_layers, scores=last,
-        )  # fmt: skip
+            self, embeddings=(), head=None, final_vectors=0, num_layers=1, cached_values=values, states=states
+        )
+
+
+def joined(each: Sequence[Inventory], *, final_vectors: int = 0, **others: Any) -> Inventory:
+    """The inventory of consecutive layers: counted in their mean, and if they differ with `each` of them.
+
+    `final_vectors` are the elements outside of the layers, `others` further fields.
+    """
+    number, counts = len(each), Counter(each)
+    copies, states = Counter[Matrix](), Counter[KeptStates]()
+    for kind, of_kind in counts.items():
+        for matrix in kind.layer:
+            copies[matrix] += of_kind
+        for kept in kind.states:
+            states[replace(kept, num_layers=1)] += of_kind * kept.num_layers
+    layer = (
+        matrix if count == number else
+        replace(matrix, copies=matrix.copies * count / number, num_chosen=matrix.num_chosen * count / number)
+        for matrix, count in copies.items()
+    )  # fmt: skip
+    of_layer, rest = divmod(sum(kind.layer_vectors * count for kind, count in counts.items()), number)
+    values = [kind.cached_values for kind in each]
+    fields: dict[str, Any] = {
+        "layer": tuple(layer), "layer_vectors": of_layer, "final_vectors": final_vectors + rest, "num_layers": number,
+        "cached_values": None if None in values else sum(value or 0 for value in values),
+        "states": tuple(replace(kept, num_layers=count) for kept, count in states.items()),
+        "each": tuple(each) if len(counts) > 1 else (),
+    }  # fmt: skip
+    return Inventory(**fields | others)
 
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -530,28 +603,26 @@ def decoder(
 
 
 def _with_experts(dense: Inventory, shape: ModelShape, *, routes_by_bias: bool) -> Inventory:
-    """The parameters of a model whose MLPs are experts in most layers, with a router and perhaps an MLP beside them."""
-    width, share = shape.hidden_size, 1 - shape.num_dense_layers / shape.num_hidden_layers
-    chosen = share * shape.num_experts_per_tok
-    mlp = [
-        replace(matrix, copies=1 - share)
-        for matrix in dense.layer
-        if _CUTS[matrix.module] is Cut.mlp_units and share < 1
-    ]
+    """The parameters of a model whose MLPs are experts after its first layers, with a router and perhaps an MLP."""
+    width, num_dense, layer = shape.hidden_size, shape.num_dense_layers, dense.by_layer(0)
 
-    def both(name: str, units: int, *, copies: float, num_chosen: float = 0.0) -> list[Matrix]:
+    def both(name: str, units: int, *, copies: float = 1, num_chosen: float = 0) -> list[Matrix]:
         return [
             Matrix(module=f"{name}.{module}", num_rows=rows, num_columns=columns, cut=cut, copies=copies,
                    num_chosen=num_chosen)
             for module, rows, columns, cut in (("gate_up_proj", 2 * units, width, 0), ("down_proj", width, units, 1))
         ]  # fmt: skip
 
-    experts = both("experts", shape.moe_intermediate_size, copies=share * shape.num_experts, num_chosen=chosen)
-    units = shape.shared_intermediate_size
-    shared = both("shared_experts", units, copies=share) if units else []
+    experts = both(
+        "experts", shape.moe_intermediate_size, copies=shape.num_experts, num_chosen=shape.num_experts_per_tok
+    )
+    shared = both("shared_experts", units) if (units := shape.shared_intermediate_size) else []
     attention = [matrix for matrix in dense.layer if _CUTS[matrix.module] in HEAD_CUTS]
-    router = round(share * shape.num_experts * (width + routes_by_bias))  # never quantized
-    return replace(dense, layer=(*attention, *mlp, *experts, *shared), layer_vectors=dense.layer_vectors + router)
+    router = shape.num_experts * (width + routes_by_bias)  # never quantized
+    chosen = replace(layer, layer=(*attention, *experts, *shared), layer_vectors=layer.layer_vectors + router)
+    each = [layer] * num_dense + [chosen] * (shape.num_hidden_layers - num_dense)
+    others = {name: getattr(dense, name) for name in ("embeddings", "head", "final_vectors")}
+    return joined(each, **others)
 
 
 _OF_HEADS = ("o_proj", "out_proj", "dense")

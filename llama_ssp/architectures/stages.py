@@ -6,7 +6,8 @@ A token passes the stages one after the other. So the slowest stage should be as
 also reads the output, has fewer layers where that is large.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import lru_cache
 from itertools import accumulate, pairwise
 
 from llama_ssp.architectures.family import inventory, record_of
@@ -28,7 +29,7 @@ def stage_layers(shape: ModelShape, num_stages: int, given: Sequence[int] | None
         raise PlacementError(no_stages(shape.model_type))
     if num_stages > num_layers:
         raise PlacementError(f"{num_layers} layers cannot be shared by {num_stages} stages: use at most {num_layers}")
-    counts = given or min(_ways(num_layers, num_stages), key=_cost(inventory(shape)))
+    counts = given or ([num_layers] if num_stages == 1 else _shared_out(inventory(shape), num_stages))
     return tuple(range(start, stop) for start, stop in pairwise(accumulate(counts, initial=0)))
 
 
@@ -40,25 +41,34 @@ def no_stages(model_type: str) -> str:
     )
 
 
-def _ways(num_layers: int, num_stages: int) -> list[tuple[int, ...]]:
-    """Numbers of layers of each stage: any of the last, as equal as possible of the others, fewer first."""
-    if num_stages == 1:
-        return [(num_layers,)]
-    found = []
-    for of_last in range(1, num_layers - num_stages + 2):
-        each, num_more = divmod(num_layers - of_last, num_stages - 1)
-        found.append((*(each + (place >= num_stages - 1 - num_more) for place in range(num_stages - 1)), of_last))
-    return found
-
-
-def _cost(held: Inventory) -> Callable[[tuple[int, ...]], tuple[float, ...]]:
-    """The function from numbers of layers to the most parameters that a stage reads, and holds, and unevenness."""
-    layer = sum(matrix.num_elements for matrix in held.layer) + held.layer_vectors
+def _shared_out(held: Inventory, num_stages: int) -> tuple[int, ...]:
+    """Numbers of layers of each stage; see `stage_layers`."""
+    each = held.each or (held.by_layer(0),) * held.num_layers
+    of_kinds = {kind: kind.num_parameters for kind in dict.fromkeys(each)}
+    sizes = [of_kinds[kind] for kind in each]
     tables, output = sum(table.num_elements for table in held.embeddings), held.output.num_elements
+    return _fastest(tuple(accumulate(sizes, initial=0)), num_stages, tables=tables, output=output)
 
-    def cost(counts: tuple[int, ...]) -> tuple[float, ...]:
-        read = [count * layer for count in counts]
-        read[-1] += output
-        return max(read), max(read[0] + tables, *read), sum(size**2 for size in read)
 
-    return cost
+@lru_cache(maxsize=256)  # a search asks for the same models thousands of times
+def _fastest(ends: tuple[int, ...], num_stages: int, *, tables: int, output: int) -> tuple[int, ...]:
+    """The best numbers of layers by the parameters of layers 0 to n: few at the most, then even, then early.
+
+    The first n layers on the first stages are shared out best, whatever follows.
+    """
+    num_layers = len(ends) - 1
+    best: dict[int, tuple[int, int, int, tuple[int, ...]]] = {0: (0, 0, 0, ())}
+    for stage in range(num_stages):
+        is_last = stage == num_stages - 1
+        stops = [num_layers] if is_last else range(stage + 1, num_layers - num_stages + stage + 2)
+        found = {}
+        for stop in stops:
+            ways = []
+            for start, (read, fullest, squares, counts) in best.items():
+                if start < stop:
+                    size = ends[stop] - ends[start] + is_last * output
+                    own = size + (stage == 0) * tables
+                    ways.append((max(read, size), max(fullest, own), squares + size**2, (*counts, stop - start)))
+            found[stop] = min(ways)
+        best = found
+    return best[num_layers][-1]

@@ -293,10 +293,13 @@ def _attention_s(
             read_bytes += slots * size * _SCORES_MOVED * num_positions * num_heads
     operations += 2 * batch_size * num_positions * num_pairs * num_heads * widths * num_layers
     num_moved = 1 + (num_positions if num_positions <= MOST_DRAFT_TOKENS + 1 else 1)
-    states_bytes = batch_size * max(model.state_bytes(num_moved, held=held) for held in placement.shares)
+    together = sum if placement.backend.is_layer_wise else max
+    states_bytes = batch_size * together(model.state_bytes(num_moved, held=held) for held in placement.shares)
     states_s = states_bytes / hardware.read_bytes_per_s
-    share = placement.num_layers / shape.num_hidden_layers
-    return _product_s(share * read_bytes, model, hardware, operations=share * operations) + share * states_s
+    share, values = placement.num_layers / shape.num_hidden_layers, inventory(shape).cached_values
+    if values and len(placement.stages) > 1:
+        share = (placement.shares[0].cached_values or 0) / values
+    return _product_s(share * read_bytes, model, hardware, operations=share * operations) + states_s
 
 
 def _more_layers(placement: ModelPlacement, hardware: HardwareConfig, num_positions: int) -> float:
@@ -306,9 +309,9 @@ def _more_layers(placement: ModelPlacement, hardware: HardwareConfig, num_positi
     """
     if hardware.device == "cuda" and num_positions <= MOST_DRAFT_TOKENS + 1:
         return 0.0
-    num_recurrent = sum(kept.num_layers for kept in inventory(placement.model.shape).states if kept.num_values)
-    share = placement.num_layers / placement.model.shape.num_hidden_layers
-    return share * num_recurrent * (placement.kernels.recurrent_layer / placement.kernels.library_layer - 1)
+    held = placement.shares if placement.backend.is_layer_wise else placement.shares[:1]
+    num_recurrent = sum(kept.num_layers for share in held for kept in share.states if kept.num_values)
+    return num_recurrent * (placement.kernels.recurrent_layer / placement.kernels.library_layer - 1)
 
 
 def _layer_s(placement: ModelPlacement, hardware: HardwareConfig, tokens: int) -> float:

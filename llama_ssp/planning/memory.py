@@ -28,15 +28,14 @@ GB, GIB = 10**9, 2**30
 class _Part:
     """One model's part on one rank, or on one device of a layer-wise target; by default none.
 
-    A slot of its cache has `slot_bytes / of_layers`, and a row `row_bytes / of_layers` more. `width` is the size of
-    queries, keys and values of a position, `working_bytes` of the largest unpacked matrix. `temporary_bytes` are
-    needed in addition to the weights while loading.
+    A slot of its cache has `slot_bytes`, and a row `row_bytes` more. `width` is the size of queries, keys and values of
+    a position, `working_bytes` of the largest unpacked matrix. `temporary_bytes` are needed in addition to the weights
+    while loading.
     """
 
     weights: WeightBytes = field(default_factory=WeightBytes)
     slot_bytes: int = 0
     row_bytes: int = 0
-    of_layers: int = 1
     num_heads: int = 0
     width: int = 0
     units: int = 0
@@ -45,7 +44,7 @@ class _Part:
 
     def cache_bytes(self, num_slots: int, num_rows: int) -> int:
         """Bytes of its cache with `num_slots` slots of all rows."""
-        return (num_slots * self.slot_bytes + num_rows * self.row_bytes) // self.of_layers
+        return num_slots * self.slot_bytes + num_rows * self.row_bytes
 
 
 _NOTHING = _Part()
@@ -77,9 +76,8 @@ def _parts(
         weights = model_bytes(held.without_tables(num_shared), model, device=device)
         part = _Part(
             weights=weights,
-            slot_bytes=model.slot_bytes(num_kv_heads) * held.num_layers,
-            row_bytes=model.state_bytes(*num_kept, held=held) * held.num_layers,
-            of_layers=shape.num_hidden_layers,
+            slot_bytes=model.slot_bytes(num_kv_heads, held),
+            row_bytes=model.state_bytes(*num_kept, held=held),
             num_heads=num_heads,
             width=(num_heads + 2 * num_kv_heads) * shape.head_dim,
             units=shard.num_features(Cut.mlp_units, shape.intermediate_size),
@@ -389,7 +387,8 @@ def _graph_bytes(spec: PlanSpec, hardware: HardwareConfig, *, drafts: bool) -> i
         return num_layers * (spec.kernels.layer + has_nccl * NCCL_NODES)
 
     num_layers, ranks = max(map(len, spec.stages)), spec.layout.scoring_ranks
-    nodes = (1 + len(lengths) * spec.drafts + num_short) * num_nodes(num_layers, ranks)
+    num_groups = min(spec.num_groups or 1, spec.batch_size)  # a graph of a round has the forwards of all
+    nodes = ((1 + len(lengths) * spec.drafts) * num_groups + num_short) * num_nodes(num_layers, ranks)
     if spec.draft and drafts:
         ranks = spec.draft_ranks[:1] if spec.layout.splits_batch else spec.draft_ranks
         num_forwards = len(lengths) if spec.drafts_in_one_pass else sum(lengths)

@@ -75,27 +75,29 @@ class PlannedModel:
             return shape.num_hidden_layers
         return values // (shape.latent_width or 2 * shape.num_key_value_heads * shape.head_dim)
 
-    def slot_bytes(self, num_kv_heads: int) -> int:
-        """Bytes of the keys and values of a token in all layers, on a rank with `num_kv_heads`.
+    def slot_bytes(self, num_kv_heads: int, held: Inventory | None = None) -> int:
+        """Bytes of the keys and values of a token in the layers `held`, by default all, on a rank with `num_kv_heads`.
 
         Layers that share the cache of an earlier layer have no bytes of their own. Where global layers have other
         heads, every rank has all heads.
         """
-        shape, kinds = self.shape, self.shape.layer_kinds
+        shape, kinds, held = self.shape, self.shape.layer_kinds, held or inventory(self.shape)
         of_head = partial(CACHES.of(self.cache_dtype).row_bytes, value_bytes=DTYPE_BYTES[self.dtype])
         head_bytes = of_head(shape.head_dim)
         if shape.latent_width:  # a row of each of its parts
             of_layer = of_head(shape.latent_rank) + of_head(shape.qk_rope_head_dim)
-            return round((inventory(shape).cached_values / shape.latent_width or shape.num_hidden_layers) * of_layer)
-        if values := inventory(shape).cached_values:
+            in_all = held.cached_values
+            return round((held.num_layers if in_all is None else in_all / shape.latent_width) * of_layer)
+        if (values := held.cached_values) is not None:
             is_whole = values % shape.num_key_value_heads
             values = values if is_whole else values * num_kv_heads // shape.num_key_value_heads
             return values * head_bytes // shape.head_dim
         if not kinds:
-            return 2 * shape.num_hidden_layers * num_kv_heads * head_bytes
+            return 2 * held.num_layers * num_kv_heads * head_bytes
         of_global = num_kv_heads * shape.num_global_key_value_heads // shape.num_key_value_heads
         of_local = kinds.count("s") * num_kv_heads * head_bytes
-        return 2 * (of_local + kinds.count("g") * of_global * of_head(shape.global_head_dim))
+        of_all = 2 * (of_local + kinds.count("g") * of_global * of_head(shape.global_head_dim))
+        return of_all * held.num_layers // len(kinds)
 
     @cached_property
     def latent_read_bytes(self) -> int:

@@ -80,8 +80,6 @@ def notes_on_stages(spec: PlanSpec, hardware: HardwareConfig) -> Iterator[str]:
         f"{rounded(spec.batch_size * sum(spec.hop_bytes) / 1024)} KiB; a rank waits for other stages "
         f"{100 * bubble(costs, 1):.0f} % of the time, with {in_groups}"
     )
-    if any(matrix.copies % 1 for matrix in inventory(spec.target.shape).layer):
-        yield "layers of this model differ, and each stage counts its own in their mean"
 
 
 def outgrown(draft: str, context: int, num_steps: int, *, longest: int) -> str | None:

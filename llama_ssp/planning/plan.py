@@ -5,7 +5,7 @@ removed.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from llama_ssp.architectures.engine import OWN_SUM_BYTES
@@ -72,7 +72,7 @@ class Plan:
     @property
     def num_groups(self) -> int:
         """Groups of rows that follow each other through stages."""
-        return CostModel(self.spec, self.hardware).num_groups
+        return self.spec.num_groups or 1
 
     @property
     def fits(self) -> bool:
@@ -103,6 +103,8 @@ class Plan:
 
 def make_plan(spec: PlanSpec, hardware: HardwareConfig, *, remark: str | None = None) -> Plan:
     """Make the plan of a spec, with `remark` as its first note. Raises as `memory`."""
+    if spec.num_stages > 1:  # the groups count for memory too
+        spec = replace(spec, num_groups=CostModel(spec, hardware).num_groups)
     ranks, timed = memory(spec, hardware), timing(spec, hardware)
     fullest = min(ranks, key=lambda rank: rank.free_bytes)
     heads = tuple(rank.target_heads for rank in ranks if rank.rank in spec.target_devices)  # of the first replica

@@ -72,7 +72,18 @@ class WeightBytes:
 
 @lru_cache(maxsize=2048)
 def model_bytes(held: Inventory, model: PlannedModel, *, device: str) -> WeightBytes:
-    """Count the bytes of a rank's parameters of a model, as stored on `device`.
+    """Count the bytes of a rank's parameters of a model, as stored on `device`; of layers that differ one by one."""
+    found = [_bytes_of_alike(part, model, device=device) for part in held.parts]
+    return WeightBytes(
+        sharded_bytes=sum(part.sharded_bytes for part in found),
+        repeated_bytes=sum(part.repeated_bytes for part in found),
+        temporary_bytes=max(part.temporary_bytes for part in found),
+    )
+
+
+@lru_cache(maxsize=2048)
+def _bytes_of_alike(held: Inventory, model: PlannedModel, *, device: str) -> WeightBytes:
+    """The bytes of parameters with layers that are alike.
 
     The quantization applies to the matrices of layers. Embeddings, norms, biases and heads stay in the model's number
     format, but for a head that is stored as the linear layers are (`PlannedModel.matrix_dtype`): a tied one is then a
@@ -173,7 +184,7 @@ def step_bytes(held: Inventory, model: PlannedModel, *, device: str) -> int:
     """Bytes of a rank's weights that one forward reads; an embedding counts only if it is also the head."""
     is_head = held.scores and held.head is None and not _packs_output(held, model, device)
     tables = 0 if is_head else sum(table.num_elements for table in held.embeddings)
-    read = replace(held, layer=tuple(replace(matrix, copies=matrix.num_used(1)) for matrix in held.layer))
+    read = replace(held, each=(), layer=tuple(replace(matrix, copies=matrix.num_used(1)) for matrix in held.layer))
     return (
         model_bytes(read if held.experts else held, model, device=device).total_bytes
         - DTYPE_BYTES[model.dtype] * tables
@@ -201,7 +212,7 @@ def of_stage(held: Sequence[Inventory], stages: Sequence[range], number: int) ->
     if len(stages) == 1:
         return tuple(held)
     first, last = number == 0, number == len(stages) - 1
-    return tuple(share.of_layers(len(stages[number]), first=first, last=last) for share in held)
+    return tuple(share.of_layers(stages[number], first=first, last=last) for share in held)
 
 
 def _check_groups(model: PlannedModel, held: tuple[Inventory, ...]) -> None:

@@ -50,6 +50,7 @@ from llama_ssp.speculate.sampling.rules import ForcedLengths, make_rule
 from llama_ssp.speculate.sampling.shards import WHOLE, Shard
 from llama_ssp.speculate.sampling.trees import verify_tree
 from llama_ssp.weights.source import tap_source
+from llama_ssp.words import said
 from llama_ssp.workspaces import InPlace
 
 _log = logging.getLogger(__name__)
@@ -152,22 +153,14 @@ def load_models(
 
 
 def _why_not_reproducible(models: Models) -> str:
-    kinds = [source.origin.shape.model_type for source in models.sources if not source.origin.shape.is_head]
-    library = [kind for kind in kinds if not record_of(kind).is_llama_kind]
-    if models.target.device.type != "cpu":
-        reason = "is for CPUs so far: leave it out, or use device=cpu"
-    elif library:
-        reason = (
-            f"needs models of the lean decoder, and {library[0]} models run on the modules of transformers, whose "
-            "attention rounds differently for another number of positions: leave it out"
-        )
-    else:
-        reason = (
-            "needs compiled products and attention for all layers of all models, and this machine has none for some "
-            "of theirs (the guide to reproducible texts lists instructions, formats and sizes): leave it out, or use "
-            "another model.quantization"
-        )
-    return f"reproducible=true {reason}"
+    """What no check of settings and files could know (`combinations`)."""
+    reason = (
+        "needs compiled products and attention for all layers of all models, and this machine has none for some of "
+        "theirs (the guide to reproducible texts lists instructions, formats and sizes): leave it out, or use another "
+        "model.quantization or number of ranks"
+    )
+    is_cpu = models.target.device.type == "cpu"
+    return f"{said('reproducible', True)} {reason if is_cpu else 'is for CPUs so far: leave it out, or use device=cpu'}"
 
 
 Progress = Callable[[str, int, int], None]
@@ -262,7 +255,12 @@ def _stage_of(mesh: Mesh, config: RunConfig, source: Source) -> ModelStage:
     """This rank's stage of the target."""
     layout, given = mesh.layout, config.placement.target.layers
     number = next(place for place, ranks in enumerate(layout.stages) if mesh.replica.rank in ranks)
-    layers = stage_layers(source.origin.shape, layout.num_stages, given)[number]
+    origin = source.origin
+    if layout.num_stages > 1 and not given and not record_of(origin.shape.model_type).is_written:
+        from llama_ssp.models.huggingface.described import with_modules  # noqa: PLC0415 - slow import
+
+        origin = with_modules(origin)
+    layers = stage_layers(origin.shape, layout.num_stages, given)[number]
     return ModelStage(
         number=number, num_stages=layout.num_stages, before=mesh.before, behind=mesh.behind, layers=layers
     )

@@ -98,7 +98,7 @@ class Session:
     @property
     def is_reproducible(self) -> bool:
         """Whether the bits of logits depend on no draft, K, batch and number of threads."""
-        return self.models.reuse.are_invariant and not self.config.speculation.tree
+        return self.models.reuse.are_invariant
 
     @property
     def best_mode(self) -> str:

@@ -103,9 +103,6 @@ CLASHES: dict[tuple[str, str], str] = {
         "spare rows keep what a target has read at any place of a text, and a layer of kind {layer}, as this {family} "
         "model has, keeps one state: leave spare_rows out",
     ("requests by row", "replicas"): "requests are answered by one replica: leave placement.num_replicas out",
-    ("equal bits", "a tree"):
-        "{reproducible} needs chains, because a node of a tree adds up the tokens before it in another order: leave "
-        "{tree_key} out",
     ("equal bits", "a library's placement"):
         "{reproducible} needs placement.target.kind=tensor, and {target_kind} was given",
     ("equal bits", "GPUs"): "{reproducible} is for CPUs so far: leave it out, or use device=cpu",
@@ -180,7 +177,7 @@ def _words(config: RunConfig) -> dict[str, object]:
         "stages": said("placement.target.stages", placement.target.stages), "target_kind": placement.target.kind,
         "draft_placement": chosen,
         "layer": state and state.recurrent, "family": state and state.model_type,
-        "reproducible": "reproducible=true",
+        "reproducible": said("reproducible", True),
         **{name: value for ability in MORE.all().values() for name, value in ability.words(config).items()},
     }  # fmt: skip
 

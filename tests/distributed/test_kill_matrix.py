@@ -140,7 +140,7 @@ def test_a_rank_killed_in_another_copy_or_stage_or_with_the_draft_ends_the_job_i
     with job(launcher, cell, run_dir, more=more) as running:
         ranks = [pid_of_rank(run_dir, rank) for rank in (0, 1)]
         os.kill(ranks[rank], signal.SIGKILL)
-        errors = [process.communicate(timeout=AT_MOST_S["srun"])[1] for process in running]
+        errors = [process.communicate(timeout=AT_MOST_S[launcher])[1] for process in running]
     assert all(process.returncode for process in running)
     assert not any(is_alive(pid) for pid in ranks)
     check_end(cell, run_dir, errors)

@@ -44,6 +44,7 @@ ALONE = {
     "a head that says what it sees": "model={target} draft={saying}",
     "spare rows": "spare_rows=2", "a recurrent target": "model={hybrid} draft={hybrid}",
     "structured text": "sampling.regex=a+ task=generate", "equal bits": "reproducible=true", "GPUs": "device=cuda",
+    "a CPU without equal bits": "model={own} draft={own}",  # heads of 8 dimensions
 }  # fmt: skip
 """Words that give a run one ability; all but two of them are refused without another one."""
 TOGETHER = {

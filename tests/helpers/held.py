@@ -30,6 +30,6 @@ def weights(holder: object, seen: dict[int, object] | None = None) -> Iterator[T
         yield from weights(vars(holder), seen)
 
 
-def held_bytes(holder: object) -> int:
-    """The bytes of its tensors, but for constants: the sixteen values of nf4, the eps of a norm."""
-    return sum(found.nbytes for found in weights(holder) if isinstance(found, Tensor) and found.numel() > 16)
+def held_bytes(holder: object, *, least: int = 17) -> int:
+    """The bytes of its tensors of at least so many numbers: of no constants, as nf4's sixteen values, a norm's eps."""
+    return sum(found.nbytes for found in weights(holder) if isinstance(found, Tensor) and found.numel() >= least)

@@ -13,6 +13,7 @@ PRIVATE_NAMES = {
     "torch._C._create_function_from_graph": _TRACING,
     "torch._C._create_graph_by_tracing": _TRACING,
     "torch._C._get_graph_executor_optimize": _TRACING,
+    "torch._C._jit_pass_constant_pooling": _TRACING,
     "torch._C._jit_try_infer_type": _TRACING,
     "torch._C._set_graph_executor_optimize": _TRACING,
     "torch.distributed.ProcessGroup._get_backend": "finds NCCL's own timeout, on GPUs alone",

@@ -1,6 +1,6 @@
 """Stages of a model on threads: a group for the ranks of each stage, and one for each pair of ranks that send."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TypeVar
@@ -14,15 +14,17 @@ from tests.helpers.fake_comm import thread_comms
 Result = TypeVar("Result")
 
 
-def loadings(origin: WeightSource, num_stages: int, tp_size: int, **how: object) -> list[Loading]:
+def loadings(
+    origin: WeightSource, num_stages: int, tp_size: int, *, layers: Sequence[int] | None = None, **how: object
+) -> list[Loading]:
     """What each rank of `num_stages` times `tp_size` loads, stage after stage."""
-    layers = stage_layers(origin.shape, num_stages)
+    of_stages = stage_layers(origin.shape, num_stages, layers)
     pairs = [[thread_comms(2) for _ in range(tp_size)] for _ in range(num_stages - 1)]
     found = []
     for number in range(num_stages):
         for comm in thread_comms(tp_size):
             stage = ModelStage(
-                number=number, num_stages=num_stages, layers=layers[number],
+                number=number, num_stages=num_stages, layers=of_stages[number],
                 before=pairs[number - 1][comm.rank][1] if number else None,
                 behind=pairs[number][comm.rank][0] if number < num_stages - 1 else None,
             )  # fmt: skip

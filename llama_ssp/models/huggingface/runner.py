@@ -64,8 +64,8 @@ class ModuleRunner(CachedRunner):
         self._model, self._stage = model, stage
         self._width, self._like = int(model.config.hidden_size), values.new_empty(0)
         layers: Any = layers_of(model)[1]
-        self._entry = None if stage.is_first else layers[stage.layers.start - 1]
-        self._exit = None if stage.is_last else layers[stage.layers.stop]
+        self._entry = layers[stage.layers.start - 1] if stage.layers.start else None
+        self._exit = layers[stage.layers.stop] if 0 < stage.layers.stop < len(layers) else None
         self._windows = record_of(model.config.model_type).windows_of(model.config)  # a forward makes masks of all
         self._library_cache = LibraryCache(self._slot_layers)
         if record_of(model.config.model_type).recurrent:
@@ -81,7 +81,8 @@ class ModuleRunner(CachedRunner):
         self._experts = [module for module in model.modules() if isinstance(module, OwnExperts)]
         if self._counter.num_experts:
             self.experts_read_3 = self._counter.sums_3
-        if not record_of(model.config.model_type).is_written:
+        is_copy = not (stage.is_first or self._entry)  # layers that another model runs
+        if not (is_copy or record_of(model.config.model_type).is_written):
             self._compare()
         self._cache, self._states, self._saved = None, None, None
         self._kept = rows_of(cache_dtype, self.dtype)
@@ -101,9 +102,15 @@ class ModuleRunner(CachedRunner):
         """Number of its layers."""
         return len(layers_of(self._model)[1])
 
-    def part(self, numbers: Sequence[int]) -> "ModulePart":
-        """A runner of some layers, in order, between the same embedding and output."""
-        return ModulePart(self, [layer for n, layer in enumerate(layers_of(self._model)[1]) if n not in numbers])
+    def part(self, numbers: Sequence[int], *, of: "ModuleRunner | None" = None) -> "ModulePart":
+        """A runner of some layers, in order, between the same embedding and output; see `LeanRunner.part`."""
+        layers = [*layers_of(self._model)[1]]
+        left_out = [layer for number, layer in enumerate(layers) if number not in numbers]
+        if of is None:
+            return ModulePart(self, left_out)
+        of._counter.chosen = self._counter.chosen  # which each forward clears
+        others: Any = layers_of(of._model)[1]
+        return ModulePart(self, left_out, [(layers[number], others[number]) for number in numbers])
 
     def make_buffers(self, cache: StaticCache, layers: Collection[int]) -> None:
         """Make the buffers of some layers in a cache of this model's, as in its own, which a forward may have to make.
@@ -280,11 +287,17 @@ class ModuleRunner(CachedRunner):
 class ModulePart:
     """Some layers of a `ModuleRunner`, whose other layers a forward of it passes over; it shares all weights.
 
-    Layers that keep states read and write those of the whole model.
+    Layers that keep states read and write those of the whole model. A layer may be `copied`, and computes with the
+    weights of its copy.
     """
 
-    def __init__(self, whole: ModuleRunner, left_out: Sequence[nn.Module]) -> None:
-        self._whole, self._left_out, self._reads = whole, left_out, Reads.all
+    def __init__(
+        self,
+        whole: ModuleRunner,
+        left_out: Sequence[nn.Module],
+        copied: Sequence[tuple[nn.Module, nn.Module]] = (),
+    ) -> None:
+        self._whole, self._left_out, self._copied, self._reads = whole, left_out, copied, Reads.all
         self._cache: StaticCache | None = None
         self._num_others: int | None = None  # of what a layer returns beside its output; None if that is no tuple
         for layer in left_out[:1]:
@@ -302,17 +315,19 @@ class ModulePart:
 
     def forward(self, ids_BT: Tensor, positions_BT: Tensor, **how: Any) -> Tensor:
         """See `Runner.forward`."""
-        kept = [vars(layer).get("forward") for layer in self._left_out]
+        others = [(layer, self._pass_over) for layer in self._left_out]
+        others += [(layer, copied.forward) for layer, copied in self._copied]
+        kept = [vars(layer).get("forward") for layer, _ in others]
         try:
-            for layer in self._left_out:
-                layer.forward = self._pass_over
+            for layer, forward in others:
+                layer.forward = forward
             with self._whole.lent(self._cache or self._whole.cache, self._reads):
                 return self._whole.forward(ids_BT, positions_BT, **how)
         finally:
-            for layer, forward in zip(self._left_out, kept, strict=True):
+            for (layer, _), own in zip(others, kept, strict=True):
                 del layer.forward
-                if forward:
-                    layer.forward = forward
+                if own:
+                    layer.forward = own
 
     def _pass_over(self, *args: Any, **options: Any) -> Any:  # noqa: ANN401 - as the layers of a family
         x: Tensor = args[0] if args else options["hidden_states"]

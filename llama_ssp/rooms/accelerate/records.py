@@ -24,8 +24,7 @@ def split_layers(num_layers: int, *, num_devices: int) -> tuple[range, ...]:
 def _shares(model: PlannedModel, *, num_ranks: int) -> tuple[Inventory, ...]:
     uncut, layers = inventory(model.shape), split_layers(model.shape.num_hidden_layers, num_devices=num_ranks)
     return tuple(
-        uncut.of_layers(len(held), first=device == 0, last=device == num_ranks - 1)
-        for device, held in enumerate(layers)
+        uncut.of_layers(held, first=device == 0, last=device == num_ranks - 1) for device, held in enumerate(layers)
     )
 
 

@@ -16,13 +16,12 @@ from torch.nn import functional
 
 from llama_ssp.architectures.engine import LANES
 from llama_ssp.kernels.parts import SINGLES, KeptRows
+from llama_ssp.models.runner import nearest
+from llama_ssp.rooms.cpu.code.kinds import ATTENTION_NEEDS, WIDEST_HEAD
 from llama_ssp.rooms.cpu.operators import find_operator
 
-_WIDEST = 256
 _KINDS = ("float32", "float16", "bfloat16", "int8", "float8_e4m3fn")
 """Kinds of rows that the operator reads."""
-NEEDS = ("fma",)
-"""Instructions of a CPU that the operator needs."""
 
 Attention = Callable[..., Tensor]
 """Turns queries and keys, writes keys and values, and attends to the slots of a token's row up to its own position.
@@ -31,7 +30,7 @@ Takes fp32 and int64, contiguous: queries, keys and values (M, X * D), the compl
 (S, 1, P), positions (B, T), slots_M among all rows' slots, and the cache (2 N, S, W). Then the last slot (B, T) of
 its row that each token sees, which for a row's first token is its own; and `sees` (B, T, A), which of the A slots up to
 the last token's each token sees, or `ALL`. Then H, what scores are multiplied by, and how many positions a token sees,
-0 for all: of the A slots `sees` knows that already. Returns (M, H * D).
+0 for all; `sees` does not know that. Returns (M, H * D).
 """
 ALL = torch.empty(0, 0, 0, dtype=torch.bool)
 """A token sees all slots up to its own: no trees."""
@@ -68,7 +67,7 @@ def by_torch(  # noqa: PLR0913, PLR0917 - the arguments of an operator
         if window:
             is_seen_TS &= slots_S > positions_BT[row, :, None] - window
         if num_behind := sees_BTA.shape[2]:
-            is_seen_TS[:, -num_behind:] &= sees_BTA[row]
+            is_seen_TS[:, -num_behind:] &= nearest(sees_BTA[row], window or None)
         keys_NSD, values_NSD = rows.unpack(cache_2NSW[:, start : start + num_slots], qkv.dtype).split(num_kv)
         attended_HTD = functional.scaled_dot_product_attention(
             queries_BTHD[row].transpose(0, 1), keys_NSD, values_NSD, attn_mask=is_seen_TS, scale=scale, enable_gqa=True
@@ -80,12 +79,12 @@ def by_torch(  # noqa: PLR0913, PLR0917 - the arguments of an operator
 @cache
 def find_attention(head_dim: int, rows: KeptRows = SINGLES) -> Attention | None:
     """The operator for these heads and rows of the cache, compiled at the first call; None if it cannot be had."""
-    if head_dim % LANES or head_dim > _WIDEST or rows.kind not in _KINDS:
+    if head_dim % LANES or head_dim > WIDEST_HEAD or rows.kind not in _KINDS:
         return None
     return find_operator(
         f"attention_{rows.kind}_{head_dim}(Tensor qkv, Tensor turns, Tensor positions, Tensor slots, Tensor(a!) cache, "
         "Tensor own_slots, Tensor sees, int num_heads, float scale, int window) -> Tensor",
-        "attention", rows.kind, head_dim, entry="attend", shared=("place", "units"), needs=NEEDS,
+        "attention", rows.kind, head_dim, entry="attend", shared=("place", "units"), needs=ATTENTION_NEEDS,
         check=partial(_check, rows, head_dim), instead="without compiled attention",
     )  # fmt: skip
 

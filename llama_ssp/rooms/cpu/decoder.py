@@ -15,7 +15,7 @@ from llama_ssp.kernels.linear import NativeLinear
 from llama_ssp.kernels.parts import Heads, KeptRows, RmsNorm
 from llama_ssp.models.cache import CacheView
 from llama_ssp.models.llama.attention import LayerAttention
-from llama_ssp.models.runner import TreePlaces, nearest
+from llama_ssp.models.runner import TreePlaces
 from llama_ssp.rooms.cpu.attention import ALL, Attention, TokenPlaces, find_attention
 from llama_ssp.rooms.cpu.layer import CompiledLayers, whole_layers
 
@@ -51,8 +51,10 @@ class LayerOperator:
         if norms:
             norm_heads(split(), norms, heads)
         place = self.place(number, lambda: split().narrow(1, heads.num, 2 * heads.num_kv))
-        attended_ME = self.attention(qkv_MO.float(), *place, heads.num, heads.scale, self.window or 0)
-        return attended_ME.to(qkv_MO.dtype)
+        sizes = heads.num, heads.scale, self.window or 0
+        if qkv_MO.dtype is torch.float32:  # a trace would hold conversions that do nothing
+            return self.attention(qkv_MO, *place, *sizes)
+        return self.attention(qkv_MO.float(), *place, *sizes).to(qkv_MO.dtype)
 
     def place(self, number: int, like: Callable[[], Tensor]) -> TokenPlaces:
         """Where the tokens are, for a layer; `like` makes what its keys and values are like."""
@@ -80,11 +82,8 @@ class CompiledAttention:
         positions_BT = positions_BT.contiguous()
         slots_BT = tree.slots_BT.contiguous() if tree else positions_BT
         where = freqs_cis_S1P, positions_BT, slots_BT if seen_BT is None else seen_BT
-        sees = {window: nearest(tree.sees_BTA, window).contiguous() if tree else self._sees_all
-                for window in dict.fromkeys(windows)}  # fmt: skip
-        return {
-            window: LayerOperator(self.operator, *where, sees_BTA, view, window) for window, sees_BTA in sees.items()
-        }
+        sees_BTA = tree.sees_BTA.contiguous() if tree else self._sees_all
+        return {window: LayerOperator(self.operator, *where, sees_BTA, view, window) for window in set(windows)}
 
     def whole_layers(
         self, layers: Sequence[Sequence[NativeLinear | None]], windows: Sequence[int | None]

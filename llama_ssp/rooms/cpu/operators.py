@@ -8,6 +8,7 @@ from importlib import import_module
 import torch
 from torch import Tensor
 
+from llama_ssp.rooms.cpu.code.instructions import has_features
 from llama_ssp.storage.formats import Product
 
 Operator = Callable[..., Tensor]
@@ -39,7 +40,7 @@ def find_operator(
     try:
         from llama_ssp.rooms.cpu.code import compiled  # noqa: PLC0415 - imports LLVM
 
-        if not compiled.has_features(needs):
+        if not has_features(needs):
             return None
         if not hasattr(torch.ops.llama_ssp, name):
             _library.define(signature)

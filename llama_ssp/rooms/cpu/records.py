@@ -1,6 +1,7 @@
 """The records of CPUs: what takes the place of torch's operators there."""
 
 from llama_ssp.operators import DeviceOperator
+from llama_ssp.rooms.cpu.equal_bits import ABILITY
 
 _ROOM = "llama_ssp.rooms.cpu"
 
@@ -10,6 +11,7 @@ PACKED_BLOCK = DeviceOperator(operation="packed_block", device="cpu", make=f"{_R
 ATTENTION = DeviceOperator(operation="attention", device="cpu", make=f"{_ROOM}.decoder:find_model_attention")
 DRAW = DeviceOperator(operation="draw", device="cpu", make=f"{_ROOM}.draw:find_draw")
 EXECUTOR = DeviceOperator(operation="executor", device="cpu", make=f"{_ROOM}.executor:TracedExecutor")
+EQUAL_BITS = ABILITY
 COLLECTIVES = DeviceOperator(operation="collectives", device="cpu", make=f"{_ROOM}.sums:find_collectives")
 MESSAGES = DeviceOperator(operation="messages", device="cpu", make=f"{_ROOM}.shared_memory:find_board")
 THREADS = DeviceOperator(operation="threads", device="cpu", make=f"{_ROOM}.threads:find_threads")

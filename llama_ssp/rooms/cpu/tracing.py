@@ -5,6 +5,8 @@ the calls and its interpreter repeats them: the same kernels on the same numbers
 
     calls of a shape    1st: from Python    2nd: traced, then replayed    3rd, 4th, ...: replayed
 
+A trace of a round takes megabytes, so that the least recently used are dropped beyond `MOST`.
+
 Every tensor that a function reads or writes must be an argument, or reachable from the objects passed to `Traced`:
 their weights, which stay in place, and the tensors of their `allocate`, which may be replaced. Tracing runs the
 function once more, on copies of the arguments; a tensor of the objects may only be written in a way that the replay
@@ -29,6 +31,9 @@ from llama_ssp.workspaces import Leaf, find_tensors
 
 _Result = TypeVar("_Result", bound=Tensor | tuple[Tensor, ...])
 
+MOST = 64
+"""Functions of one kind whose traces are kept; tracing one again takes as long as some ten calls from Python."""
+
 _log = logging.getLogger(__name__)
 _one_at_a_time = Lock()
 _is_optimizing, _set_optimizing = torch._C._get_graph_executor_optimize, torch._C._set_graph_executor_optimize
@@ -43,7 +48,7 @@ class Traced(Generic[_Result]):
 
     Attributes:
         failed: tracing has failed once; since then functions are called from Python.
-        replays: the replay by key; None after the first call.
+        replays: the replay by key, the most recently used last; None after the first call.
     """
 
     def __init__(self, *, reads: Sequence[object] = ()) -> None:
@@ -64,16 +69,21 @@ class Traced(Generic[_Result]):
 
         `bucket` is the number of cache slots to read; `version` differs whenever an object has replaced its tensors.
         """
-        if self.failed or key not in self.replays:
+        if self.failed:
+            return function(*arguments)
+        if key not in self.replays:
             self.replays[key] = None
+            if len(self.replays) > MOST:
+                del self.replays[next(iter(self.replays))]
             return function(*arguments)
         moving = self._moving_tensors(bucket, version)
         if moving is None:
             return function(*arguments)
+        self.replays[key] = known = self.replays.pop(key)
         before = _is_optimizing()
         _set_optimizing(False)  # its search takes as long as ten forwards and saves less
         try:
-            replay = self.replays[key] or self._trace(function, key, arguments, moving)
+            replay = known or self._trace(function, key, arguments, moving)
             return replay(*arguments, *moving) if replay else function(*arguments)
         except BaseException as error:  # noqa: BLE001 - it is raised again
             raise take_error() or error from None
@@ -121,6 +131,7 @@ class Traced(Generic[_Result]):
                     inputs, lambda _: "", True, False, self._weights, names,
                 )  # fmt: skip
                 _check_constants(graph)
+                torch._C._jit_pass_constant_pooling(graph)  # type: ignore[attr-defined]  # frees two thirds of its nodes
                 replay = torch._C._create_function_from_graph("replay", graph)
         except _CANNOT as error:
             _log.warning("continuing without tracing: %s", str(error).strip().partition("\n")[0])

@@ -101,11 +101,12 @@ def _problems_of_copy(draft: SelfConfig, target: ModelConfig) -> Iterator[str]:
         return
     if problem := FORMATS.problem_of(draft.quantization, key="draft.quantization"):
         yield problem
-    elif target.shape and not record_of(target.shape.model_type).is_llama_kind:
+    elif target.shape and (target.shape.recurrent or not record_of(target.shape.model_type).has_stages):
+        of_layers = "keep states" if target.shape.recurrent else "read more of earlier layers than their output"
         yield (
-            f"{said('draft.quantization', draft.quantization)} needs a target whose layers are like Llama's, and "
-            f"{target.name} is a {target.shape.model_type} model: give {key_of('draft.layers')}= alone, or a draft "
-            "model"
+            f"{said('draft.quantization', draft.quantization)} copies layers that stand alone, and those of "
+            f"{target.name}, a {target.shape.model_type} model, {of_layers}: give {key_of('draft.layers')}= alone, or "
+            "a draft model"
         )
     elif target.stored_format and target.stored_format.storage:
         yield (

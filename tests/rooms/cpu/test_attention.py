@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from llama_ssp.kernels.parts import SINGLES, KeptRows, rows_of
-from llama_ssp.models.runner import nearest
-from llama_ssp.rooms.cpu.attention import ALL, NEEDS, Attention, by_torch, find_attention
-from llama_ssp.rooms.cpu.code.compiled import has_features
+from llama_ssp.rooms.cpu.attention import ALL, Attention, by_torch, find_attention
+from llama_ssp.rooms.cpu.code.instructions import has_features
+from llama_ssp.rooms.cpu.code.kinds import ATTENTION_NEEDS
 from llama_ssp.speculate.sampling.draft import find_topology
 from llama_ssp.storage.formats import CACHES
 from tests.helpers.lanes import pairs
@@ -25,7 +25,7 @@ FORMATS = {name: rows_of(name, torch.float32) for name in CACHES.all()}
 
 
 def made(head_dim: int, rows: KeptRows = SINGLES) -> Attention:
-    if not has_features(NEEDS):
+    if not has_features(ATTENTION_NEEDS):
         pytest.skip("this processor has no such attention")
     attention = find_attention(head_dim, rows)
     assert attention
@@ -140,7 +140,26 @@ def in_trees(given: Case, starts: list[int]) -> Case:
     parents = [int(torch.randint(0, node, (1,), generator=generator)) for node in range(1, num_nodes)]
     shape = find_topology(torch.tensor([parents] * len(starts)).view(len(starts), -1).long(), depth=num_nodes)
     positions, slots = torch.tensor(starts)[:, None] + shape.depths_BT, given.positions
-    return given._replace(positions=positions, tree=(slots, nearest(shape.ancestors_BTT, given.window or None)))
+    return given._replace(positions=positions, tree=(slots, shape.ancestors_BTT))
+
+
+@pytest.mark.seconds
+@pairs(name=[*FORMATS], heads=HEADS, head_dim=[32, 128], starts=[[3, 120, FAR], [250]], window=[0, 3, 150])
+def test_a_node_of_a_tree_has_the_bits_of_its_path_alone(
+    name: str, heads: tuple[int, int], head_dim: int, starts: list[int], window: int
+) -> None:
+    """Wherever the slots of its ancestors are; two of the roots stand before a chunk's end that their trees pass."""
+    chains, cache, first_slots = case(starts, 12, heads=heads, head_dim=head_dim, window=window, rows=FORMATS[name])
+    given = in_trees(chains, starts)
+    assert given.tree
+    before, found = cache.clone(), given.call(cache, first_slots).view(len(starts), 12, -1)
+    for row, start in enumerate(starts):
+        for node in range(12):
+            path = given.tree[1][row, node].nonzero().flatten()
+            assert given.positions[row, node] == start + len(path) - 1
+            own = chains.part(slice(row, row + 1), slice(None))
+            chain = own._replace(qkv=own.qkv[path], positions=own.positions[:, : len(path)].contiguous())
+            assert torch.equal(chain.call(before.clone(), first_slots[row, None])[-1], found[row, node])
 
 
 def test_a_node_that_is_no_number_spoils_those_behind_it_alone() -> None:

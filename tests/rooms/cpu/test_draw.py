@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from llama_ssp.architectures.matrices import tokens_of_a_block
-from llama_ssp.rooms.cpu.code import compiled
-from llama_ssp.rooms.cpu.code.compiled import has_features
+from llama_ssp.rooms.cpu.code.instructions import has_features
 from llama_ssp.rooms.cpu.draw import COMPILED_DRAW_NEEDS, find_draw
 from llama_ssp.rooms.cpu.operators import Operator
 from llama_ssp.rooms.cpu.tracing import Traced
@@ -104,7 +103,7 @@ def test_a_trace_holds_the_draw_alone_and_not_its_check() -> None:
 def test_where_the_processor_lacks_instructions_torchs_operators_draw_without_a_word(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(compiled, "has_features", lambda _needs: False)
+    monkeypatch.setattr("llama_ssp.rooms.cpu.operators.has_features", lambda _needs: False)
     weights, uniforms = torch.randn(2, 100).softmax(-1), torch.rand(2, 2, dtype=torch.float64)
     with caplog.at_level(logging.WARNING):
         assert "llama_ssp.draw.default" not in operators_of(lambda: draw(weights, uniforms))

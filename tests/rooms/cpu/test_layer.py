@@ -13,8 +13,8 @@ from llama_ssp.models.llama import layer as layers
 from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.models.llama.layer import join
 from llama_ssp.models.quantization.precision import Precision
-from llama_ssp.rooms.cpu.attention import NEEDS
-from llama_ssp.rooms.cpu.code.compiled import has_features
+from llama_ssp.rooms.cpu.code.instructions import has_features
+from llama_ssp.rooms.cpu.code.kinds import ATTENTION_NEEDS
 from llama_ssp.rooms.cpu.layer import CompiledLayers
 from llama_ssp.rooms.cpu.linear import find_block
 from llama_ssp.storage.formats import CACHES, formats
@@ -30,9 +30,9 @@ BEHIND = 140
 
 def runner(form: str = "none", cache_dtype: str = "auto", **sizes: int) -> LeanRunner:
     """A model whose linear layers all have compiled products."""
-    if not has_features(NEEDS):
+    if not has_features(ATTENTION_NEEDS):
         pytest.skip("this processor has no such layer")
-    if (stored := formats().get(form)) and not find_block(stored):
+    if (stored := formats().get(form)) and stored.compiled and not find_block(stored):
         pytest.skip("this processor has no such product")
     sizes = {"head_dim": 16, "hidden_size": 128, "intermediate_size": 256, "vocab_size": VOCABULARY} | sizes
     model = tiny_model("llama", **sizes)

@@ -242,6 +242,21 @@ def test_what_cannot_be_recorded_goes_on_from_python(caplog: pytest.LogCaptureFi
     assert [record.message for record in caplog.records] == ["continuing without tracing: not this one"]
 
 
+def test_the_traces_that_were_used_last_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llama_ssp.rooms.cpu.tracing.MOST", 2)
+    sizes_of_calls: list[int] = []
+
+    def double(values: Tensor) -> Tensor:
+        sizes_of_calls.append(len(values))
+        return values * 2
+
+    recorded = Traced[Tensor]()
+    for size in (1, 1, 2, 2, 1, 3, 3, 1, 2, 2):  # two calls before a replay
+        assert recorded(double, size, torch.arange(size)).tolist() == [2 * number for number in range(size)]
+    assert sizes_of_calls == [1, 1, 2, 2, 3, 3, 2, 2]
+    assert list(recorded.replays) == [1, 2]
+
+
 class Table(Workspace):
     """What `allocate` would make."""
 

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from llama_ssp import load
 from llama_ssp.rooms.evaluate.audit import asking
+from llama_ssp.rooms.evaluate.audit.records import END, LAW
 from llama_ssp.rooms.serve.records import ServeConfig
 from tests.helpers.composed import check_refused
 from tests.helpers.hub import shipped
@@ -28,6 +29,7 @@ Audit = Callable[..., Ended]
 CONTEXT, FEW = 96, ("tokens=600", "concurrency=16", "batch_size=16", "max_new_tokens=24")
 FIFTH, WHOLE = (("max_new_tokens=48", f"batch_size={rows}", f"tokens={num}") for rows, num in ((21, 4000), (35, 20000)))
 """A fifth of the default size, and the default size."""
+QUICK, ALL = "task.checks=[law,log-probabilities,greedy,stops,seeds]", "task.checks=[]"
 OF_PROXY: dict[str, tuple[Fault, str]] = {
     "top-k ignored": (proxies.without("top_k"), "top_k"),
     "log-probabilities of another temperature": (proxies.hotter_log_probs, "log-probabilities"),
@@ -41,7 +43,7 @@ OF_PROXY: dict[str, tuple[Fault, str]] = {
 OF_RULE = {"wrong residual": FIFTH, "shared uniforms": FIFTH, "shared race": WHOLE, "u x 0.95": WHOLE}
 """Faults, and a size that shows them."""
 ROUNDED: list[dict[str, Any]] = [{"dtype": "bf16"}, {"quantization": "int8_weight_only"}]
-PROCESSORS, ALWAYS = dict(asking.PROCESSORS), 1
+ALWAYS = 1
 """The first faults run always, and the others with --heavy."""
 NOISE, SURER = 0.2, 1.5
 """Of the draft: noise in standard deviations of a weight, and a factor of its logits. It keeps seven of ten tokens."""
@@ -78,21 +80,13 @@ def server(pair: list[str]) -> Iterator[Server]:
         yield server
 
 
-@pytest.fixture(autouse=True)
-def _few_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few texts of checks that a test is not about."""
-    monkeypatch.setattr(asking, "PROCESSORS", {})
-    monkeypatch.setattr(asking, "NUM_PROCESSED", 1)
-    monkeypatch.setattr(asking, "MOST_END", 1)
-
-
 @pytest.fixture(scope="module")
 def audit(pair: list[str]) -> Audit:
     """Audits the server of the pair at an address, in a run folder."""
     target, draft = pair
     models = "model=local", f"model.path={target}", "draft=local", f"draft.model.path={draft}"
     return lambda url, folder, *words: launch(
-        "task=audit", f"task.url={url}", *models, *FEW, *words, f"run_dir={folder}"
+        "task=audit", f"task.url={url}", *models, *FEW, QUICK, *words, f"run_dir={folder}"
     )
 
 
@@ -102,15 +96,8 @@ def outcomes(folder: Path) -> dict[str, str]:
     return dict(re.findall(r"^\| ([^|]+) \| (held|failed|could not judge|noted) \|", page, re.MULTILINE))
 
 
-def of_size(check: str, monkeypatch: pytest.MonkeyPatch, *, whole: bool) -> tuple[str, ...]:
-    """The size at which a check finds a fault; `whole` for the default number of texts."""
-    if check in PROCESSORS:
-        monkeypatch.setattr(asking, "PROCESSORS", {check: PROCESSORS[check]})
-    if check in {*PROCESSORS, "min_tokens"}:
-        monkeypatch.setattr(asking, "NUM_PROCESSED", 8 if check == "top_k" and not whole else 32)
-    if "end" in check:
-        monkeypatch.setattr(asking, "MOST_END", 200 if whole else 100)
-    return FIFTH if check == "law" else ("tokens=200",) if whole else ()
+def failed_by(folder: Path) -> set[str]:
+    return {name for name, outcome in outcomes(folder).items() if outcome == "failed"}
 
 
 @pytest.mark.heavy
@@ -118,10 +105,9 @@ def test_the_law_of_our_own_server_holds(
     server: Server, audit: Audit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Alone, the most probable false alarm has a probability of 0.001."""
-    monkeypatch.setattr(asking, "PROCESSORS", PROCESSORS)
     monkeypatch.setattr(asking, "NUM_PROCESSED", 8)
     with proxy(server) as (url, _):
-        ended = audit(url, tmp_path).well()
+        ended = audit(url, tmp_path, ALL).well()
     assert "suite=audit passed" in ended.out
     found = outcomes(tmp_path)
     assert not {*found.values()} & {"failed"}, found
@@ -140,17 +126,30 @@ def test_the_law_of_our_own_server_holds(
 def test_a_fault_of_the_answers_is_found(
     fault: str, seed: int, *, server: Server, audit: Audit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One seed, and ten with the default number of texts."""
+    """One seed with few texts, and ten with the default number; of the law a fifth."""
     answer, check = OF_PROXY[fault]
-    words = of_size(check, monkeypatch, whole=seed > 0)
+    if not seed:
+        monkeypatch.setattr(asking, "NUM_PROCESSED", 8 if check == "top_k" else 32)
+        monkeypatch.setattr(asking, "MOST_END", 100)
+    words = FIFTH if check == LAW else ("tokens=20000",) if seed else ()
     with proxy(server, answer) as (url, _):
-        ended = audit(url, tmp_path, f"seed={1000 * seed}", *words)
+        ended = audit(url, tmp_path, f"seed={1000 * seed}", f"task.checks=[{check}]", *words)
     assert ended.code == 1, ended.err
-    failed = {name for name, outcome in outcomes(tmp_path).items() if outcome == "failed"}
-    assert failed == {check}
+    assert outcomes(tmp_path) == {check: "failed"}
     assert f": failed ({check})" in (tmp_path / "audit.md").read_text()
     suite = Xml.parse(tmp_path / "audit.xml").getroot()
     assert (len(suite.findall(".//failure")), suite.attrib["failures"]) == (1, "1")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", OF_PROXY)
+def test_a_fault_of_the_answers_fails_no_other_check(fault: str, server: Server, audit: Audit, tmp_path: Path) -> None:
+    """The end of the context has sums as the law has."""
+    answer, check = OF_PROXY[fault]
+    with proxy(server, answer) as (url, _):
+        audit(url, tmp_path, ALL, *FIFTH)
+    assert check in (failed := failed_by(tmp_path))
+    assert failed <= {check, END if check == LAW else check}
 
 
 @pytest.mark.parametrize(
@@ -164,26 +163,18 @@ def test_a_fault_of_the_rule_is_found(fault: str, seed: int, pair: list[str], au
     with pytest.MonkeyPatch.context() as patch:
         plant(fault, patch)
         with serving(load(*pair), batch_size=16, task=ServeConfig(port=0)) as faulty:
-            ended = audit(f"http://127.0.0.1:{faulty.port}/v1", tmp_path, f"seed={1000 * seed}", *OF_RULE[fault])
+            words = f"seed={1000 * seed}", "task.checks=[law]" if seed else QUICK, *OF_RULE[fault]
+            ended = audit(f"http://127.0.0.1:{faulty.port}/v1", tmp_path, *words)
     assert ended.code == 1, ended.err
-    assert {name for name, outcome in outcomes(tmp_path).items() if outcome == "failed"} == {"law"}
-
-
-def whole_checks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All checks at their default size."""
-    for name, value in {"PROCESSORS": PROCESSORS, "NUM_PROCESSED": 32, "MOST_END": 200}.items():
-        monkeypatch.setattr(asking, name, value)
+    assert failed_by(tmp_path) == {LAW}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(40))
-def test_a_true_server_is_not_accused(
-    seed: int, server: Server, audit: Audit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_true_server_is_not_accused(seed: int, server: Server, audit: Audit, tmp_path: Path) -> None:
     """All checks, five seeds at the default size; each is accused with probability 0.001 at most."""
-    whole_checks(monkeypatch)
     with proxy(server) as (url, _):
-        audit(url, tmp_path, f"seed={1000 * seed}", *(WHOLE if seed < 5 else FIFTH)).well()
+        audit(url, tmp_path, f"seed={1000 * seed}", ALL, *(WHOLE if seed < 5 else FIFTH)).well()
 
 
 @pytest.mark.parametrize(
@@ -191,13 +182,10 @@ def test_a_true_server_is_not_accused(
     [*(heavy(settings, 0) for settings in ROUNDED), *(slow(one, seed) for one in ROUNDED for seed in range(1, 21))],
 )
 def test_rounding_is_no_fault(
-    settings: dict[str, Any], seed: int, pair: list[str], *, audit: Audit, tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    settings: dict[str, Any], seed: int, pair: list[str], *, audit: Audit, tmp_path: Path
+) -> None:
     """One seed, and twenty with all checks, of which five are at the default size."""
-    if seed:
-        whole_checks(monkeypatch)
-    size = FEW if not seed else WHOLE if seed <= 5 else FIFTH
+    size = () if not seed else (ALL, *(WHOLE if seed <= 5 else FIFTH))
     with serving(load(*pair, **settings), batch_size=16, task=ServeConfig(port=0, max_length=CONTEXT)) as rounded:
         ended = audit(f"http://127.0.0.1:{rounded.port}/v1", tmp_path, f"seed={1000 * seed}", *size)
     assert ended.code == 0, ended.err
@@ -243,7 +231,7 @@ def test_a_server_without_its_draft_is_the_null(server: Server, audit: Audit, tm
             _,
         ),
     ):
-        audit(url, tmp_path / "true", f"baseline={plain}").well()
+        audit(url, tmp_path / "true", f"baseline={plain}", "task.checks=[law,swaps]").well()
     assert outcomes(tmp_path / "true")["swaps"] == "held"
     with proxy(server, proxies.cooler) as (url, _), proxy(server) as (plain, _):
         ended = audit(url, tmp_path / "cooler", f"baseline={plain}", "tokens=6000", "max_new_tokens=48")
@@ -292,6 +280,24 @@ def test_a_server_that_cannot_be_judged_gets_a_sentence(
 
 
 @pytest.mark.seconds
+def test_some_checks_alone_ask_for_no_more_and_decide_by_themselves(
+    server: Server, audit: Audit, tmp_path: Path
+) -> None:
+    """Nine texts tell how a server rounds, four are asked for again, eight have a stop, and one finds its fields."""
+    alone = "task.checks=[seeds,stops]", "tokens=200"
+    with proxy(server) as (url, asked):
+        audit(url, tmp_path / "true", *alone).well()
+    assert list(outcomes(tmp_path / "true")) == ["stops", "seeds"]
+    assert len(asked) == 1 + 9 + 4 + 8
+    with proxy(server, lambda body, ask: proxies.texts_alone(body | {"stop": None}, ask)) as (url, _):
+        assert audit(url, tmp_path / "without stops", "task.checks=[greedy,stops]", "tokens=200").code == 1
+    with proxy(server, proxies.texts_alone) as (url, _):
+        ended = audit(url, tmp_path / "without ids", "task.checks=[greedy,stops]", "tokens=200")
+    assert ended.code == 2
+    assert "greedy: the server gives no greedy text" in ended.err
+
+
+@pytest.mark.seconds
 def test_without_a_server_there_is_a_sentence(audit: Audit, tmp_path: Path) -> None:
     audit("http://127.0.0.1:9/v1", tmp_path).check_refusal("http://127.0.0.1:9/v1 does not answer", "start the server")
 
@@ -304,6 +310,16 @@ def test_without_a_server_there_is_a_sentence(audit: Audit, tmp_path: Path) -> N
         ("task=audit task.url=http://a/v1 sampling=greedy", "task=audit judges samples"),
         ("task=audit task.url=http://a/v1 num_samples=3", "num_samples has no effect on task=audit"),
         ("task=audit task.url=http://a/v1 task.tokens=3", "task.tokens=3 must be at least 200"),
+        ("task=audit task.url=http://a/v1 task.checks=[top-k]", "'top-k': there are end of the context, frequency_pen"),
+        ("task=audit task.url=http://a/v1 task.checks=[swaps]", "give the other one by baseline=http://HOST:PORT/v1"),
+        (
+            "task=audit task.url=http://a/v1 task.checks=[seeds] task.baseline=http://b/v1",
+            "task.baseline has no effect on seeds: add law or swaps to checks",
+        ),
+        (
+            "task=audit task.url=http://a/v1 task.checks=[law] task.context=99",
+            "task.context has no effect on law: add end of the context to checks",
+        ),
         ("task=swaps task.url=http://a/v1", "task=swaps needs the address of a server: give one such as baseline="),
         ("task=swaps task.url=http://a/v1 task.baseline=http://b/v1 model=30B", "model has no effect on task=swaps"),
     ],

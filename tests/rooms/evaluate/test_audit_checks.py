@@ -122,6 +122,9 @@ def test_a_processor_is_judged_by_the_texts_of_either_law() -> None:
     both = log_probs(asked, ids), log_probs(without, ids)
     assert checks.judge_processor("top_k", *both, num=9, variation=0.0).outcome == checks.FAILED
     assert checks.judge_processor("top_k", *both, num=9, variation=0.1).outcome == checks.UNKNOWN
+    unknown = checks.judge_processor("top_k", *both, num=9, variation=None)
+    assert unknown.outcome == checks.UNKNOWN
+    assert "or rounding, which log-probabilities or task.tolerance= would tell" in unknown.said
 
 
 def places(slope: float, *, noise: float) -> list[tuple[Scored, TokenLogprob]]:

@@ -139,6 +139,72 @@ def split_rows() -> None:
 
 
 @contextmanager
+def dots_in_order() -> Iterator[None]:
+    """In the block the sums of `tl.dot` go from one input to the next: NumPy's order depends on the size of a tile."""
+
+    def create_dot(_: object, a: Any, b: Any, d: Any, *_others: object) -> Any:  # noqa: ANN401 - Triton is untyped
+        left, right = (each.data.astype(numpy.float32) for each in (a, b))
+        total = d.data.astype(numpy.float32)
+        for place in range(left.shape[-1]):
+            total = total + left[..., place, None] * right[..., place, None, :]
+        return interpreter.TensorHandle(total.astype(d.data.dtype), d.dtype.scalar)
+
+    with patch.object(interpreter.InterpreterBuilder, "create_dot", create_dot):
+        yield
+
+
+def own_bits_of_queries(heads: Heads, kept: KeptRows) -> None:
+    """A query has the bits that it has alone, among up to 16 rows and 9 positions, where parts are of one step."""
+    most_rows, most_queries, num_slots = 16, 9, 50
+    lengths = [most_queries + 7 * row % 39 for row in range(most_rows)]  # with the last query
+    packed = kept.pack(some(2, heads.num_kv, most_rows * num_slots, heads.dim))
+    keys, values = packed.transpose(1, 2).unbind()
+    queries = some(most_rows, most_queries, heads.num, heads.dim)
+    numbers = partial(torch.tensor, dtype=torch.int32)
+
+    def attended(rows: Sequence[int], first: int, number: int) -> Tensor:
+        own = torch.cat([queries[row, first : first + number] for row in rows])
+        used = [lengths[row] - most_queries + first + number for row in rows]
+        first_queries = numbers([place * number for place in range(len(rows) + 1)])
+        first_slots = numbers([*(row * num_slots for row in rows), 0])
+        sequences = Sequences(first_queries, first_slots, numbers(used), number, num_slots)
+        how: Any = {"scale": heads.scale, "window": None, "kept": kept}
+        found: Tensor = attention_gpu.attend(own, keys, values, sequences, **how)
+        return found.view(len(rows), number, heads.num, heads.dim)
+
+    singles = torch.cat([attended([*range(most_rows)], at, 1) for at in range(most_queries)], 1)
+    for row in (0, 5, 15):
+        assert torch.equal(attended([row], 4, 1)[0], singles[row, 4:5])
+    for num_rows, number in ((1, 9), (2, 2), (7, 5), (16, 8)):
+        assert torch.equal(attended(range(num_rows), 0, number), singles[:num_rows, :number]), (num_rows, number)
+
+
+def own_bits_of_rows() -> None:
+    """A row of a product has the bits that it has alone, among up to 16; of 16 bits among 2 to 16."""
+    sizes = {"int8": (33, 2100), "fp8": (33, 2176), "int4, 128": (20, 2176), "int4, 32": (33, 1056),
+             "mxfp4": (33, 1056), "nvfp4": (20, 2080)}  # fmt: skip
+    for form, (num_outputs, num_inputs) in sizes.items():
+        operands, _ = OPERANDS[form](num_outputs, num_inputs)
+        for dtype, num_processors in ((DTYPE, 1), (torch.float32, 132)):
+            x = torch.randn(16, num_inputs, generator=GENERATOR).to(dtype)
+            whole = product_on(num_processors, x, *operands)
+            for number in range(1, 16) if dtype is DTYPE else (1, 8, 9):
+                assert torch.equal(product_on(num_processors, x[:number], *operands), whole[:number]), (form, number)
+    weight, x = some(18, 1104), some(16, 1104)
+    whole = product_of_halves(x, weight)
+    for number in range(2, 16):
+        assert torch.equal(product_of_halves(x[:number], weight), whole[:number]), number
+
+
+def own_bits() -> None:
+    """Attention and products of each row, whatever others there are."""
+    with dots_in_order():
+        own_bits_of_rows()
+        with patch.object(attention_gpu, "most_parts", return_value=8):
+            own_bits_of_queries(Heads(2, 1, 24, 24**-0.5), KEPT[0])
+
+
+@contextmanager
 def operators_of_gpus() -> Iterator[None]:
     """In the block a CPU has the operators of a GPU that are chosen when a model is built."""
     chosen = records.BETWEEN, records.ATTENTION_BY_LENGTH, records.RECURRENCE, records.JOINED_EXPERTS
@@ -542,6 +608,7 @@ PARTS: dict[str, Sequence[Callable[[], None]]] = {
         wrong_kernels_are_not_used, draws, few_rows, unpacked_weights, halves,
         experts, modules_of_experts,
     ],
+    "own bits": [own_bits],
     "recurrent layers": [recurrent_layers, wrong_recurrence_is_not_used],
     "several ranks": [several_ranks],
     "llama, no groups": [partial(whole_model, "llama, no groups")],

@@ -149,6 +149,7 @@ def test_norms_and_gates_need_no_stack_and_read_weights_alone_before_they_wait(
         ["operators"],
         ["qwen3", "recurrent layers"],
         ["quantized cache", "several ranks"],
+        slow(["own bits"]),
         slow(["llama, no groups", "mistral, window", "qwen3 by masks", "quantized weights"]),
     ],
     ids=", ".join,

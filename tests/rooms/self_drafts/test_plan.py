@@ -14,6 +14,7 @@ from llama_ssp import catalogue
 from llama_ssp.catalogue import Dtype
 from llama_ssp.machines import hardware
 from llama_ssp.models.cache import StaticCache
+from llama_ssp.models.huggingface.modules import layers_of
 from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.models.loading import load_model
 from llama_ssp.models.quantization.precision import Precision
@@ -34,7 +35,7 @@ from llama_ssp.workspaces import find_parts, find_tensors
 from tests.helpers.composed import compose_run
 from tests.helpers.decoders import parts_of
 from tests.helpers.held import held_bytes
-from tests.helpers.models import SIZES, build_checkpoint
+from tests.helpers.models import build_checkpoint
 from tests.helpers.planning import make_spec, small_model
 
 H100 = hardware.load("h100")
@@ -157,17 +158,18 @@ def test_a_second_copy_takes_the_weights_of_its_layers_and_a_step_reads_these() 
     assert copied.drafting_s(3) < none.drafting_s(3)
 
 
-def test_the_bytes_of_a_second_copy_are_those_that_are_loaded(tmp_path: Path) -> None:
-    build_checkpoint(tmp_path, "llama", num_hidden_layers=4, head_dim=8, vocab_size=320)
-    name = "int8_weight_only"
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_the_bytes_of_a_second_copy_are_those_that_are_loaded(family: str, tmp_path: Path) -> None:
+    build_checkpoint(tmp_path, family, num_hidden_layers=4, head_dim=8, vocab_size=320)
+    name, origin = "int8_weight_only", inspect(tmp_path)
     stage, how = ModelStage(number=1, num_stages=3, layers=range(3)), Precision(quantization=name)
-    copied: Any = load_model(Loading(inspect(tmp_path), stage=stage, precision=how, dtype=torch.float32))
-    sizes = {name: SIZES[name] for name in ("hidden_size", "num_attention_heads", "intermediate_size")}
-    target = replace(small_model(**sizes, num_hidden_layers=4, num_key_value_heads=4, head_dim=8), dtype=Dtype.fp32)
+    copied: Any = load_model(Loading(origin, stage=stage, precision=how, dtype=torch.float32))
+    layers = copied._layers if family == "llama" else layers_of(copied._model)[1]
+    target = replace(small_model(), shape=origin.shape, dtype=Dtype.fp32)
     draft = SelfConfig(kind="self", layers=3, quantization=name)
     spec = make_spec(target, device="cpu", free_draft="self", free_settings=draft, cuda_graphs=False)
     assert memory(spec, replace(H100, device="cpu"))[0].draft_weights_bytes == pytest.approx(
-        held_bytes(copied._layers), rel=0.02
+        held_bytes(layers), rel=0.02
     )
 
 

@@ -331,7 +331,6 @@ BAD = {
     "": "give draft.layers=, draft.window= or draft.quantization= of fewer bits",
     "draft.quantization=none": "with draft.quantization=none, which gains nothing",
     "draft.quantization=int7": "unknown draft.quantization 'int7'",
-    "draft.quantization=int8_weight_only model=mixtral_8x7B": "needs a target whose layers are like Llama's",
     "draft.layers=11": "draft.layers=11 is out of range: the target has 10 layers",
     "draft.layers=0": "draft.layers=0 is out of range",
     "draft.layers=[0,10]": "a rising list of numbers from 0 to 9",

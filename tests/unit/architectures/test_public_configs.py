@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from transformers import CONFIG_MAPPING
 from llama_ssp import catalogue
 from llama_ssp.architectures import reading
 from llama_ssp.architectures.family import inventory, kinds, record_of, text_part
+from llama_ssp.architectures.matrices import Inventory
 from llama_ssp.architectures.reading import check_readable, read_config, read_stored_format
 from llama_ssp.catalogue import Dtype, ModelConfig, ModelShape
 from llama_ssp.errors import CheckpointError
@@ -120,6 +122,7 @@ def test_arithmetic_lists_the_modules_of_the_library(
     by_library, alone = described(tmp_path, tiny_config(family).to_dict(), monkeypatch)
     assert by_library.refusal == ""
     assert inventory(alone) == inventory(by_library)
+    assert by_place(inventory(alone)) == by_place(inventory(by_library))
 
 
 @pytest.mark.parametrize("given", [
@@ -134,6 +137,11 @@ def test_a_plan_without_the_library_has_the_sizes_of_one_with_it(
     """Files of the hub name layers and sizes otherwise than the library, which reads them all."""
     by_library, alone = described(tmp_path, whole(given["config"]), monkeypatch)
     assert alone == by_library
+
+
+def by_place(held: Inventory) -> list[Inventory]:
+    """The layers that differ, their matrices in an order of their own."""
+    return [replace(layer, layer=tuple(sorted(layer.layer, key=str))) for layer in held.each]
 
 
 LLAMA = {"model_type": "llama", "num_hidden_layers": 2}

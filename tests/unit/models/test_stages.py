@@ -12,6 +12,7 @@ import torch
 from llama_ssp.architectures.stages import stage_layers
 from llama_ssp.catalogue import Dtype, ModelShape
 from llama_ssp.errors import PlacementError
+from llama_ssp.models.huggingface.described import with_modules
 from llama_ssp.models.huggingface.runner import ModuleRunner
 from llama_ssp.models.loading import load_model
 from llama_ssp.models.runner import Runner
@@ -106,6 +107,49 @@ def test_each_rank_holds_the_weights_that_a_plan_counts(
         if isinstance(runner, ModuleRunner):
             parts, constants = [runner._model], [*runner._model.buffers()]
         assert held_bytes(parts) - held_bytes(constants) == model_bytes(held, model, device="cuda").total_bytes
+
+
+UNLIKE: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {}, "glm4_moe": {"first_k_dense_replace": 2}, "kimi_linear": {}, "lfm2_moe": {}, "nemotron_h": {},
+    "qwen3_next": {"layer_types": ["linear_attention"] * 3 + ["full_attention"]}, "bamba": {"attn_layer_indices": [3]},
+}  # fmt: skip
+"""Layers that differ: dense ones before experts, recurrences and attention, and stages without either."""
+
+
+@pytest.mark.seconds
+@pytest.mark.parametrize("layers", [None, [1, 1, 2]])
+@pytest.mark.parametrize("kind", UNLIKE)
+def test_each_stage_of_unlike_layers_holds_the_bytes_that_a_plan_counts(
+    kind: str, layers: list[int] | None, tmp_path: Path
+) -> None:
+    build_checkpoint(tmp_path, kind, num_hidden_layers=4, **UNLIKE[kind])
+    origin = with_modules(inspect(tmp_path))
+    model = PlannedModel(name=kind, shape=origin.shape, dtype=Dtype.fp32, quantization="none")
+    stages, whole = stage_layers(origin.shape, 3, layers), shares(origin.shape, num_ranks=1)
+    planned = [of_stage(whole, stages, number)[0] for number in range(3)]
+    runners: list[Any] = [load_model(loading) for loading in loadings(origin, 3, 1, layers=layers)]
+    for runner in runners:
+        runner.allocate(batch_size=3, capacity=24, num_rolled_back=4)
+    ids_BT, places_BT = torch.ones(3, 2, dtype=torch.int64), torch.arange(2).repeat(3, 1)
+    on_stages(3, lambda rank: runners[rank].forward(ids_BT, places_BT, bucket=24))
+    weights = []
+    for held, runner in zip(planned, runners, strict=True):
+        weights.append(held_bytes([runner._model], least=2) - held_bytes([*runner._model.buffers()], least=2))
+        assert weights[-1] == model_bytes(held, model, device="cuda").total_bytes
+        states = runner._states
+        kept = [*states.inputs.values(), *states.states.values()] if states else []
+        cached = sum(each.nbytes for each in (*runner._cache._wholes, *kept) if each is not None)
+        of_row = 24 * model.slot_bytes(origin.shape.num_key_value_heads, held) + model.state_bytes(5, held=held)
+        assert cached == 3 * of_row
+    assert len({*weights}) == 3, "or equal means would do"
+
+
+def test_layers_that_differ_are_shared_out_by_what_each_of_them_holds(tmp_path: Path) -> None:
+    """Two dense layers before six of experts, each as large as four of them."""
+    sizes: dict[str, Any] = {"first_k_dense_replace": 2, "intermediate_size": 48, "tie_word_embeddings": True}
+    build_checkpoint(tmp_path, "deepseek_v3", num_hidden_layers=8, vocab_size=32, **sizes)
+    stages = stage_layers(with_modules(inspect(tmp_path)).shape, 2)
+    assert [len(stage) for stage in stages] == [5, 3]
 
 
 def shape_of(num_layers: int, vocab_size: int) -> ModelShape:

@@ -70,12 +70,25 @@ def test_as_many_groups_are_planned_as_are_fastest() -> None:
     """Weights are read once for each group; products of many tokens take turns at no cost."""
     few, many = (staged(2, batch_size=rows, draft=None, draft_ranks=(), num_draft_tokens=0) for rows in (4, 4096))
     assert CostModel(few, NODES).num_groups == 1
-    costs = CostModel(many, NODES)
+    costs, some = CostModel(many, NODES), replace(many, batch_size=192)
     assert costs.num_groups > 1
+    one, two = (CostModel(replace(some, num_groups=number), NODES).plain_s() for number in (1, 2))
+    assert 0.8 * one < two < one
+    assert CostModel(some, NODES).num_groups == 1, "so little may be an error"
     others = [CostModel(replace(many, num_groups=number), NODES).plain_s() for number in (1, 2, 3, 4)]
     assert costs.plain_s() == min(others)
     assert f"with 4096 rows in {costs.num_groups} groups" in " ".join(make_plan(many, NODES).notes)
     assert CostModel(replace(few, num_groups=5), NODES).num_groups == 4, "of a row each"
+
+
+def test_graphs_of_rounds_hold_the_forwards_of_all_groups() -> None:
+    def graphs_bytes(**changes: object) -> int:
+        spec = staged(2, draft=None, draft_ranks=(), num_draft_tokens=0, batch_size=4, prompt_tokens=4096, **changes)
+        return memory(spec, NODES)[0].graphs_bytes
+
+    one = graphs_bytes()
+    assert one > 0
+    assert [graphs_bytes(num_groups=number) for number in (1, 3, 9)] == [one, 3 * one, 4 * one]
 
 
 def test_one_stage_is_the_plan_without_stages() -> None:

@@ -16,6 +16,7 @@ from llama_ssp.ranks import failures
 from llama_ssp.ranks.failures import ControlChannel, Phase, from_message, guard, unify_failure
 from llama_ssp.ranks.memory import exhaustion
 from llama_ssp.ranks.process import STOP_SIGNALS
+from llama_ssp.ranks.rendezvous import hold_store
 
 pytestmark = pytest.mark.usefixtures("_signal_handlers")
 PHASE = Phase(doing="decoding", limit="timeouts.decode_s=5")
@@ -55,10 +56,30 @@ def test_who_starts_the_heartbeat_once_more_leaves_what_says_whether_this_rank_i
     assert channel.is_busy()
 
 
+def test_a_rank_whose_own_answer_is_late_misses_the_others_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As its thread may be where a machine is busy."""
+    monkeypatch.setattr(failures, "ANSWER_S", 0.1)
+    store, is_over = hold_store("127.0.0.1", 0, size=2, timeout_s=5), Event()
+    channel = ControlChannel(store, rank=0, size=2, is_first_here=True)
+    channel.is_busy = lambda: is_over.wait(5)
+    try:
+        assert channel.missing() == (1,)
+    finally:
+        is_over.set()
+        channel.leave()
+
+
 def ended(error: BaseException, watch: Any) -> BaseException:  # noqa: ANN401 - a ControlChannel, or what stands for it
     with pytest.raises((Exception, KeyboardInterrupt)) as caught, unify_failure(watch, PHASE):
         raise error
     return caught.value
+
+
+def signalled_while(error: BaseException) -> KeyboardInterrupt:
+    """A signal that comes while an error ends what it is in."""
+    signalled = KeyboardInterrupt()
+    signalled.__context__ = error
+    return signalled
 
 
 @pytest.mark.parametrize(
@@ -83,6 +104,10 @@ def ended(error: BaseException, watch: Any) -> BaseException:  # noqa: ANN401 - 
         ),
         (  # by the alarm of a killed rank
             KeyboardInterrupt(), Others(gone=(2,), has_failed=True), LostRankError,
+            f"rank 2 is missing while decoding (connection closed); {RESUME}",
+        ),
+        (  # a signal of torchrun, which has seen the loss too
+            signalled_while(CLOSED), Others(gone=(2,)), LostRankError,
             f"rank 2 is missing while decoding (connection closed); {RESUME}",
         ),
         (KeyboardInterrupt(), Others(), InterruptedRun, "interrupted"),

@@ -8,8 +8,13 @@ Threads take parts of the tokens, then of the units, where there is enough to do
 Of a unit keys are taken in chunks of 128 slots, from slot 0 on. Of a chunk 16 keys at a time are transposed, so that a
 vector is one dimension of 16 keys and no sum crosses lanes. Then come their exponentials under the largest score so
 far, and the values, one slot after the other. So the sums of a query take the same steps whatever else is computed:
-other queries, the batch, the length of the cache. A slot that a query does not see counts as zero; of the slots from
-the root of a tree on, `sees` says which a query does.
+other queries, the batch, the length of the cache. A slot behind a query's own, or before its window, counts as zero.
+
+A node of a tree sees the text, the root, and its ancestors among the other nodes, whose slots follow the root's. They
+are taken where they would stand if the path were the text, so a node has the bits of a token of a chain:
+
+    slots     text ... | root | 1 | 2 | 3 | 4 |        4 is a child of 2
+    of node 4 text ... | root | 2 | 4 |
 
 Keys and values are in the cache as its format has them (`parts.KeptRows`), and are widened in registers: a key once for
 all queries of a unit, a value once for a tile of them. Scales are multiplied into scores and values.
@@ -19,6 +24,7 @@ rows.
 """
 
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 from llvmlite import ir
 
@@ -163,32 +169,39 @@ def _units(module: ir.Module, form: CacheFormat, head_dim: int) -> Value:
     num_heads, num_kv, row_tokens = given["num_heads"], given["num_kv"], given["row_tokens"]
     group, queries = code.sdiv(num_heads, num_kv), _queries_of_row(code, given)
     passes = _passes(code, queries)
-    pointers, seen = code.slot(POINTER, QUERIES), code.slot(POINTER, QUERIES)
-    places, positions = code.slot(I64, QUERIES), code.slot(I64, QUERIES)
+    pointers, places, positions = (code.slot(kind, QUERIES) for kind in (POINTER, I64, I64))
     num_behind = given["num_behind"]
+    paths = code.alloca(I64, code.mul(num_behind, QUERIES))
+    paths.type = POINTER
     with code.loop(begin, end, 1) as (number,):
         head_of_row, first = code.sdiv(number, passes), code.mul(code.srem(number, passes), QUERIES)
         row, head = code.sdiv(head_of_row, num_kv), code.srem(head_of_row, num_kv)
         count = code.smaller(code.sub(queries, first), QUERIES)
         first_token = code.mul(row, row_tokens)
+        last_token = code.sub(code.add(first_token, row_tokens), 1)
+        root = code.sub(code.add(code.read(given["own_slots"], I64, last_token), 1), num_behind)
         with code.loop(0, count, 1) as (query,):
             place = code.add(first, query)
             token = code.add(first_token, code.sdiv(place, group))
             own_head = code.add(code.mul(head, group), code.srem(place, group))
             at = code.mul(code.add(code.mul(token, num_heads), own_head), dim)
             code.write(code.at(given["out"], at, F32), pointers, query)
-            code.write(code.read(given["own_slots"], I64, token), places, query)
             code.write(code.read(given["positions"], I64, token), positions, query)
-            code.write(code.at(given["sees"], code.mul(token, num_behind)), seen, query)
+            path = code.at(paths, code.mul(query, num_behind), I64)
+            sees = code.at(given["sees"], code.mul(token, num_behind))
+            with code.loop(0, num_behind, 1, [constant(I64, 0)]) as values:
+                code.write(code.add(root, values[0]), path, values[1])
+                values[1] = code.add(values[1], code.zext(code.read(sees, I8, values[0]), I64))
+            of_path = code.sub(code.add(root, values[1]), 1)
+            is_node = code.icmp_signed(">", num_behind, 0)
+            code.write(code.select(is_node, of_path, code.read(given["own_slots"], I64, token)), places, query)
         first_slot = code.sub(code.read(given["slots"], I64, first_token),
                               code.read(given["own_slots"], I64, first_token))  # fmt: skip
-        last_token = code.sub(code.add(first_token, row_tokens), 1)
-        root = code.sub(code.add(code.read(given["own_slots"], I64, last_token), 1), num_behind)
         keys, values = (
             _row(code, form, head_dim, given["parts"], code.add(code.mul(part, given["num_slots"]), first_slot))
             for part in (head, code.add(head, num_kv))
         )
-        code.call(unit, [keys, values, pointers, places, positions, count, given["window"], seen, num_behind, root])
+        code.call(unit, [keys, values, pointers, places, positions, count, given["window"], paths, num_behind, root])
     return code.end()
 
 
@@ -246,60 +259,134 @@ def _turned(code: Code, x: Value, turns: Value) -> Value:
     return code.fused(x, cosines, code.fmul(others, code.fmul(sines, signs)))
 
 
-def unit_of(module: ir.Module, form: CacheFormat, head_dim: int) -> Value:
-    """Attend from some queries of a row to a head.
+class _Unit(NamedTuple):
+    """What a unit gets, and the memory that it computes in.
 
-    (keys, values, queries, their slots, their positions, count, window, what each sees from the root on, of how many
-    slots, the root)
+    Attributes:
+        keys, values: the first row of the head, in this row of the batch.
+        queries: the addresses of the queries, where their results go.
+        places: of the queries' own keys.
+        positions: of the queries.
+        count: of the queries.
+        window: how many positions a query sees, 0 for all.
+        paths: the slots that each query sees from the root on.
+        num_behind: the room of a path.
+        root: the first slot whose place a path decides.
+        laid, scores, sums, states: see `_lay`, `_scores`, `_values`, `_STATE`.
     """
-    lay = _lay(module, form, head_dim)
-    scores_of = {number: _scores(module, form, head_dim, number) for number in (1, 2, 4, 8)}
-    widest = max(_REGISTERS * LANES // head_dim, 1)
-    values_of = {number: _values(module, form, head_dim, number) for number in (1, 2, 4, 8) if number <= widest}
+
+    keys: Value
+    values: Value
+    queries: Value
+    places: Value
+    positions: Value
+    count: Value
+    window: Value
+    paths: Value
+    num_behind: Value
+    root: Value
+    laid: Value
+    scores: Value
+    sums: Value
+    states: Value
+
+    def slot_of(self, code: Code, query: Value, place: Value) -> Value:
+        """The slot of a place of a query's path; the last one's for places behind it."""
+        place = code.smaller(place, code.read(self.places, I64, query))
+        of_path = code.add(code.mul(query, self.num_behind), code.larger(code.sub(place, self.root), 0))
+        return code.select(code.icmp_signed("<", place, self.root), place, code.read(self.paths, I64, of_path))
+
+    def line(self, code: Code, query: Value, place: Value = 0) -> Value:
+        """The scores of a query from a place of the chunk on."""
+        return code.at(self.scores, code.add(code.mul(query, CHUNK), place), F32)
+
+    def state(self, code: Code, query: Value) -> Value:
+        """The state of a query; see `_STATE`."""
+        return code.at(self.states, code.mul(query, _STATE), F32)
+
+
+_KINDS = [*[POINTER] * 5, I64, I64, POINTER, I64, I64, *[POINTER] * 4]
+"""Of the values of a unit."""
+
+
+def unit_of(module: ir.Module, form: CacheFormat, head_dim: int) -> Value:
+    """Attend from some queries of a row to a head; the arguments are the first ones of `_Unit`."""
+    sizes = (head_dim + 1) * LANES, QUERIES * CHUNK, QUERIES * head_dim, QUERIES * _STATE
+    score, add = _score_chunk(module, form, head_dim), _add_chunk(module, form, head_dim)
     soften_of = {number: _soften(module, number) for number in (1, 2, 4)}
     finish = _finish(module, head_dim)
-    code, (keys, values, queries, places, positions, count, window, seen, num_behind, root) = Code.begin(
-        module, "unit", [POINTER, POINTER, POINTER, POINTER, POINTER, I64, I64, POINTER, I64, I64]
-    )
-    laid, scores = code.slot(F32, (head_dim + 1) * LANES), code.slot(F32, QUERIES * CHUNK)
-    sums, states = code.slot(F32, QUERIES * head_dim), code.slot(F32, QUERIES * _STATE)
-    for room in (laid, scores, sums, states):
+    code, given = Code.begin(module, "unit", _KINDS[: -len(sizes)])
+    rooms = [code.slot(F32, size) for size in sizes]
+    for room in rooms:
         room.align = 64
-    with code.loop(0, count, 1) as (query,):
-        state = code.at(states, code.mul(query, _STATE), F32)
+    unit = _Unit(*given, *rooms)
+    with code.loop(0, unit.count, 1) as (query,):
+        state = unit.state(code, query)
         code.write(constant(F32S, 0.0), state)
         code.write(constant(F32, _LOWEST), state, _MOST)
         with code.loop(0, head_dim, LANES) as (index,):
-            code.write(constant(F32S, 0.0), sums, code.add(code.mul(query, head_dim), index))
-    start, stop = _range(code, places, positions, count, window)
-    behind = code.add(root, num_behind)
+            code.write(constant(F32S, 0.0), unit.sums, code.add(code.mul(query, head_dim), index))
+    start, stop = _range(code, unit.places, unit.positions, unit.count, unit.window)
     with code.loop(start, stop, CHUNK) as (chunk,):
         length = code.smaller(code.sub(stop, chunk), CHUNK)
-        with code.loop(0, length, LANES) as (block,):
-            place = code.add(chunk, block)
-            for line, slots in ((keys, _AHEAD), (values, 0)):
-                ahead = _row(code, form, head_dim, line, code.add(place, slots))
-                _fetch(code, ahead, LANES * _row_bytes(form, head_dim))
-            code.call(lay, [_row(code, form, head_dim, keys, place), code.sub(length, block), laid])
-            for query, call in _tiles(code, count, scores_of):
-                into = code.add(code.mul(query, CHUNK), block)
-                call(laid, code.at(queries, query, I64), code.at(scores, into, F32))
-        hidden, end = code.larger(root, chunk), code.smaller(behind, code.add(chunk, length))
-        with code.loop(0, count, 1) as (query,), code.loop(hidden, end, 1) as (slot,):
-            is_seen = code.read(code.read(seen, POINTER, query), I8, code.sub(slot, root))
-            with code.if_then(code.icmp_unsigned("==", is_seen, 0)):
-                line = code.add(code.mul(query, CHUNK), code.sub(slot, chunk))
-                code.write(constant(F32, _LOWEST), scores, line)
-        for query, call in _tiles(code, count, soften_of):
-            line, state = (
-                code.at(room, code.mul(query, size), F32) for room, size in ((scores, CHUNK), (states, _STATE))
-            )
-            call(line, length, code.at(places, query, I64), code.at(positions, query, I64), chunk, window, state)
-        first = _row(code, form, head_dim, values, chunk)
-        for query, call in _tiles(code, count, values_of):
-            call(first, length, *(code.at(room, code.mul(query, size), F32)
-                                  for room, size in ((scores, CHUNK), (states, _STATE), (sums, head_dim))))  # fmt: skip
-    code.call(finish, [queries, count, states, sums])
+        code.call(score, [*unit, chunk, length])
+        for query, call in _tiles(code, unit.count, soften_of):
+            own = (code.at(numbers, query, I64) for numbers in (unit.places, unit.positions))
+            call(unit.line(code, query), length, *own, chunk, unit.window, unit.state(code, query))
+        code.call(add, [*unit, chunk, length])
+    code.call(finish, [unit.queries, unit.count, unit.states, unit.sums])
+    return code.end()
+
+
+def _score_chunk(module: ir.Module, form: CacheFormat, head_dim: int) -> Value:
+    """The scores of all queries with the keys of a chunk: (unit, first slot, number)."""
+    lay, lay_path = (_lay(module, form, head_dim, by_rows=by_rows) for by_rows in (False, True))
+    scores_of = {number: _scores(module, form, head_dim, number) for number in (1, 2, 4, 8)}
+    code, (*given, chunk, length) = Code.begin(module, "score_chunk", [*_KINDS, I64, I64])
+    unit, rows, behind = _Unit(*given), code.slot(POINTER, LANES), code.add(chunk, length)
+    with code.loop(0, length, LANES) as (block,):
+        place = code.add(chunk, block)
+        for line, slots in ((unit.keys, _AHEAD), (unit.values, 0)):
+            ahead = _row(code, form, head_dim, line, code.add(place, slots))
+            _fetch(code, ahead, LANES * _row_bytes(form, head_dim))
+        is_text = code.icmp_signed("<=", code.smaller(code.add(place, LANES), behind), unit.root)
+        with code.if_else(is_text) as (of_all, of_each):
+            with of_all:
+                code.call(lay, [_row(code, form, head_dim, unit.keys, place), code.sub(length, block), unit.laid])
+                for query, call in _tiles(code, unit.count, scores_of):
+                    call(unit.laid, code.at(unit.queries, query, I64), unit.line(code, query, block))
+            with of_each, code.loop(0, unit.count, 1) as (query,):
+                with code.loop(0, LANES, 1) as (lane,):
+                    slot = unit.slot_of(code, query, code.add(place, lane))
+                    code.write(_row(code, form, head_dim, unit.keys, slot), rows, lane)
+                code.call(lay_path, [rows, constant(I64, LANES), unit.laid])
+                own = code.at(unit.queries, query, I64)
+                code.call(scores_of[1], [unit.laid, own, unit.line(code, query, block)])
+    return code.end()
+
+
+def _add_chunk(module: ir.Module, form: CacheFormat, head_dim: int) -> Value:
+    """Add the weighted values of a chunk to the sums of all queries: (unit, first slot, number)."""
+    widest = max(_REGISTERS * LANES // head_dim, 1)
+    values_of = {number: _values(module, form, head_dim, number) for number in (1, 2, 4, 8) if number <= widest}
+    code, (*given, chunk, length) = Code.begin(module, "add_chunk", [*_KINDS, I64, I64])
+    unit, behind = _Unit(*given), code.add(chunk, length)
+
+    def sums(query: Value) -> Value:
+        return code.at(unit.sums, code.mul(query, head_dim), F32)
+
+    first = _row(code, form, head_dim, unit.values, chunk)
+    of_text = code.smaller(length, code.larger(code.sub(unit.root, chunk), 0))
+    for query, call in _tiles(code, unit.count, values_of):
+        call(first, of_text, unit.line(code, query), unit.state(code, query), sums(query))
+    with code.if_then(code.icmp_signed(">", behind, unit.root)), code.loop(0, unit.count, 1) as (query,):
+        state = unit.state(code, query)
+        code.write(constant(F32, 1.0), state, _FACTOR)  # the call above has changed the scale
+        last = code.smaller(behind, code.add(code.read(unit.places, I64, query), 1))
+        with code.loop(code.larger(unit.root, chunk), last, 1) as (place,):
+            row = _row(code, form, head_dim, unit.values, unit.slot_of(code, query, place))
+            weight = unit.line(code, query, code.sub(place, chunk))
+            code.call(values_of[1], [row, constant(I64, 1), weight, state, sums(query)])
     return code.end()
 
 
@@ -331,14 +418,17 @@ def _range(code: Code, places: Value, positions: Value, count: Value, window: Va
     return code.select(code.icmp_signed(">", window, 0), start, 0), code.add(last, 1)
 
 
-def _lay(module: ir.Module, form: CacheFormat, head_dim: int) -> Value:
+def _lay(module: ir.Module, form: CacheFormat, head_dim: int, *, by_rows: bool) -> Value:
     """Transpose 16 keys, the last of which stands for missing ones: (keys, their number, room).
 
-    The scales of the keys, if they have some, come after them.
+    The scales of the keys, if they have some, come after them. `by_rows`, the first argument has their addresses.
     """
-    code, (keys, number, room) = Code.begin(module, "lay", [POINTER, I64, POINTER])
+    code, (keys, number, room) = Code.begin(module, "lay_path" if by_rows else "lay", [POINTER, I64, POINTER])
     last = code.sub(number, 1)
-    rows = [_row(code, form, head_dim, keys, code.smaller(lane, last)) for lane in range(LANES)]
+    rows = [
+        code.read(keys, POINTER, lane) if by_rows else _row(code, form, head_dim, keys, code.smaller(lane, last))
+        for lane in range(LANES)
+    ]
     with code.loop(0, head_dim, LANES) as (index,):
         read = [code.widened(form.dtype, row, index) for row in rows]
         for number, column in enumerate(_transposed(code, read)):
@@ -398,10 +488,10 @@ def _soften(module: ir.Module, num_queries: int) -> Value:
     firsts, lasts = ([code.splat(code.trunc(slot, I32)) for slot in slots] for slots in (firsts, own))
     states = [code.at(states, number * _STATE, F32) for number in numbers]
 
-    def seen(index: Value, number: int, score: Value, value: Value, instead: float) -> Value:
+    def seen(index: Value, number: int, value: Value, instead: float) -> Value:
         lanes = code.add(code.splat(code.trunc(index, I32)), ir.Constant(ir.VectorType(I32, LANES), [*range(LANES)]))
         is_near = code.and_(code.icmp_signed("<=", lanes, lasts[number]), code.icmp_signed(">", lanes, firsts[number]))
-        return code.select(code.and_(is_near, code.fcmp_unordered("!=", score, _LOWEST)), value, instead)
+        return code.select(is_near, value, instead)
 
     def lines(index: Value) -> list[Value]:
         return [code.add(index, number * CHUNK) for number in numbers]
@@ -409,7 +499,7 @@ def _soften(module: ir.Module, num_queries: int) -> Value:
     with code.loop(0, length, LANES, [constant(F32S, _LOWEST)] * num_queries) as values:
         for number, place in enumerate(lines(values[0])):
             score = code.read(scores, F32S, place)
-            score = seen(values[0], number, score, score, _LOWEST)
+            score = seen(values[0], number, score, _LOWEST)
             values[1 + number] = code.maximum(values[1 + number], score)
     before = [code.read(state, F32, _MOST) for state in states]
     largest = [code.halves(vector, code.maximum) for vector in values[1:]]
@@ -421,7 +511,7 @@ def _soften(module: ir.Module, num_queries: int) -> Value:
         for number, place in enumerate(lines(values[0])):
             score = code.read(scores, F32S, place)
             weight = code.exponential(code.fsub(score, shifts[number]))
-            weight = seen(values[0], number, score, weight, 0.0)
+            weight = seen(values[0], number, weight, 0.0)
             code.write(weight, scores, place)
             values[1 + number] = code.fadd(values[1 + number], weight)
     for state, total, score, factor in zip(states, values[1:], most, factors, strict=True):

@@ -58,12 +58,6 @@ def machine() -> binding.TargetMachine:
     )
 
 
-def has_features(names: tuple[str, ...]) -> bool:
-    """Whether this CPU has instructions, by LLVM's names; the names are x86's and ask nothing of other CPUs."""
-    found = binding.get_host_cpu_features()
-    return not names or all(found.get(name, False) for name in names)
-
-
 @cache
 def _decides_code() -> str:
     """All that decides a kernel's code: this CPU, LLVM, the sources of this package and of formats."""

@@ -8,6 +8,10 @@ SINGLES, HALVES, BYTES, DOTS, E4M3, NIBBLES, E2M1 = "singles", "halves", "bytes"
 """Kinds of weights in products: fp32, fp16, int8, int8 with rows in int8; in groups E4M3, 4 bits with zeros, E2M1."""
 IN_FP32, IN_FP16 = Product("singles", SINGLES), Product("halves", HALVES, ("f16c",))
 """The products of weights that are not quantized; products of storage formats are in `storage`."""
+ATTENTION_NEEDS = ("fma",)
+"""Instructions of a CPU that attention needs."""
+WIDEST_HEAD = 256
+"""The most dimensions of its heads."""
 SIGN_BIT = 128
 """Excess of a byte of `dots` over its number; the instruction takes bytes without sign."""
 E4M3_DTYPE, E4M3_SHRINK = "float8_e4m3fn", 2.0**8

@@ -41,7 +41,6 @@ from collections.abc import Sequence
 from llvmlite import ir
 
 from llama_ssp.architectures.engine import LANES
-from llama_ssp.rooms.cpu.code.compiled import has_features
 from llama_ssp.rooms.cpu.code.emit import (
     F32,
     F32S,
@@ -56,6 +55,7 @@ from llama_ssp.rooms.cpu.code.emit import (
     Value,
     constant,
 )
+from llama_ssp.rooms.cpu.code.instructions import has_features
 from llama_ssp.rooms.cpu.code.kinds import BYTES, DOTS, E2M1, E4M3, E4M3_DTYPE, NIBBLES, SIGN_BIT
 from llama_ssp.rooms.cpu.code.kinds import HALVES as FP16
 from llama_ssp.rooms.cpu.code.kinds import SINGLES as FP32

@@ -13,14 +13,25 @@ from typing import Any
 from llama_ssp.errors import ConfigError, SspError
 from llama_ssp.fields import with_value
 from llama_ssp.rooms.evaluate.audit.client import Ask, Bounds, Client, RefusedError, answers
-from llama_ssp.rooms.evaluate.audit.records import settings_of
+from llama_ssp.rooms.evaluate.audit.records import (
+    BIASES,
+    END,
+    GREEDY,
+    LAW,
+    MIN_TOKENS,
+    PROCESSORS,
+    SEEDS,
+    STOPS,
+    SWAPPED,
+    checks_of,
+    settings_of,
+)
 from llama_ssp.rooms.evaluate.audit.texts import Answered, TextReader
 from llama_ssp.run.requests import PromptRequest
 from llama_ssp.run.session import Session
 from llama_ssp.settings.schema import SamplingConfig
 
-LAW, BASELINE, GREEDY, END, SEEDS, STOPS = "law", "baseline", "greedy", "end", "seeds", "stops"
-ANSWERS = "answers.jsonl"
+BASELINE, ANSWERS = "baseline", "answers.jsonl"
 NUM_SCORED, NUM_REPEATED, NUM_STOPPED = 64, 4, 8
 """Texts with log-probabilities, texts that are asked for again, and texts with a stop."""
 PROCESSED_TOKENS, NUM_PROCESSED, _NUM_BIASED, _ENDING = 16, 32, 100, 100.0
@@ -31,11 +42,6 @@ _OF_BODY: dict[str, Any] = {
     "presence_penalty": 0.0, "logit_bias": {}, "min_new_tokens": None,
 }  # fmt: skip
 """Settings of sampling that requests have, and the values that are left out."""
-PROCESSORS = {
-    "temperature": 0.5, "top_k": 3, "top_p": 0.5, "min_p": 0.2, "repetition_penalty": 2.0, "frequency_penalty": 2.0,
-    "presence_penalty": 2.0,
-}  # fmt: skip
-"""Settings that are asked for one at a time, besides biases and the end of a text."""
 _EXTRAS: dict[str, Any] = {
     "return_token_ids": True, "return_tokens_as_token_ids": True, "logprobs": 20, "top_k": -1, "top_p": 1.0,
     "min_p": 0.0,
@@ -98,11 +104,11 @@ def processors(session: Session, requests: Sequence[PromptRequest]) -> dict[str,
     base, eos_ids = plain(session.config.sampling), session.models.eos_ids
     found = {name: with_value(base, name, value) for name, value in PROCESSORS.items()}
     biased = sorted({token for request in requests for token in request.prompt_ids} - {*eos_ids})
-    found["logit_bias"] = replace(base, logit_bias=dict.fromkeys(biased[:_NUM_BIASED], 3.0))
+    found[BIASES] = replace(base, logit_bias=dict.fromkeys(biased[:_NUM_BIASED], 3.0))
     both = {name: (sampling, base) for name, sampling in found.items()}
     if eos_ids:  # a bias ends texts at once, but for the least number of tokens
         ending = replace(base, logit_bias=dict.fromkeys(eos_ids, _ENDING))
-        both["min_tokens"] = (replace(ending, min_new_tokens=PROCESSED_TOKENS, eos_ids=tuple(eos_ids)), ending)
+        both[MIN_TOKENS] = (replace(ending, min_new_tokens=PROCESSED_TOKENS, eos_ids=tuple(eos_ids)), ending)
     return both
 
 
@@ -112,49 +118,44 @@ class Asker:
     def __init__(self, session: Session, requests: Sequence[PromptRequest], facts: Facts) -> None:
         self._session, self._requests, self._facts = session, requests, facts
         self._config, self._task = session.config, settings_of(session.config)
+        self._checks = checks_of(session.config)
         self.prompts, self.stops = dict[str, tuple[int, ...]](), dict[str, str]()
 
-    def _ask(
-        self, key: str, request: PromptRequest, sampling: SamplingConfig, *, num: int, seed: int, **more: object
-    ) -> Ask:
-        self.prompts[key] = request.prompt_ids
-        extras, is_scored = dict(self._facts.extras), more.pop("scored", False)
-        if self._facts.gives_ids and not is_scored:
-            extras.pop("logprobs", None)
-        prompt = [*request.prompt_ids] if self._facts.takes_ids else request.prompt
-        body = {
-            "model": self._facts.name, "prompt": prompt, "max_tokens": num, "seed": seed % (1 << 31), **extras,
-            **fields_of(sampling), **more,
-        }  # fmt: skip
-        return Ask(key, body)
+    def _asks(
+        self, check: str, sampling: SamplingConfig, *, num: int, num_texts: int, num_scored: int = 0,
+        requests: Sequence[PromptRequest] = (), seed: int | None = None,
+    ) -> list[Ask]:  # fmt: skip
+        """Texts of `num` tokens, all prompts by turns, of which the first ones have log-probabilities."""
+        requests, found = requests or self._requests, list[Ask]()
+        for number in range(num_texts):
+            request, key = requests[number % len(requests)], f"{check}/{number}"
+            self.prompts[key] = request.prompt_ids
+            extras = dict(self._facts.extras)
+            if self._facts.gives_ids and number >= num_scored:
+                extras.pop("logprobs", None)
+            prompt = [*request.prompt_ids] if self._facts.takes_ids else request.prompt
+            own = ((self._config.seed if seed is None else seed) + number) % (1 << 31)
+            body = {"model": self._facts.name, "prompt": prompt, "max_tokens": num, "seed": own, **extras}
+            found.append(Ask(key, body | fields_of(sampling)))
+        return found
 
     def texts(self, check: str, *, seed: int) -> list[Ask]:
-        """The texts whose law is judged, all prompts by turns."""
+        """The texts whose law is judged."""
         config, num = self._config, self._config.max_new_tokens
-        turns = enumerate(range(math.ceil(self._task.tokens / num)))
-        return [
-            self._ask(
-                f"{check}/{number}", self._requests[number % len(self._requests)], config.sampling, num=num,
-                seed=seed + number, scored=number < NUM_SCORED,
-            )
-            for number, _ in turns
-        ]  # fmt: skip
+        num_texts = math.ceil(self._task.tokens / num)
+        if not {LAW, SWAPPED} & {*self._checks}:  # how the server rounds is all that is asked
+            num_texts = min(num_texts, NUM_SCORED)
+        return self._asks(check, config.sampling, num=num, num_texts=num_texts, num_scored=NUM_SCORED, seed=seed)
 
     def others(self) -> list[Ask]:
         """The texts of all other checks but those that need answers first."""
-        config, seed = self._config, self._config.seed
-        greedy = replace(plain(config.sampling), temperature=0.0)
-        found = [
-            self._ask(f"{GREEDY}/{number}", request, greedy, num=config.max_new_tokens, seed=seed)
-            for number, request in enumerate(self._requests)
-        ]
+        greedy, found = replace(plain(self._config.sampling), temperature=0.0), list[Ask]()
+        if GREEDY in self._checks:
+            found = self._asks(GREEDY, greedy, num=self._config.max_new_tokens, num_texts=len(self._requests))
         for name, (sampling, _) in processors(self._session, self._requests).items():
-            turns = [self._requests[number % len(self._requests)] for number in range(NUM_PROCESSED)]
-            found += [
-                self._ask(f"{name}/{number}", request, sampling, num=PROCESSED_TOKENS, seed=seed + number)
-                for number, request in enumerate(turns)
-            ]
-        return found + self._at_the_end()
+            if name in self._checks:
+                found += self._asks(name, sampling, num=PROCESSED_TOKENS, num_texts=NUM_PROCESSED)
+        return found + (self._at_the_end() if END in self._checks else [])
 
     def _at_the_end(self) -> list[Ask]:
         """Texts that fill the context, after one long prompt; none if the context is not known."""
@@ -165,29 +166,22 @@ class Asker:
         whole = [token for request in self._requests for token in request.prompt_ids]
         ids = (whole * (context // len(whole) + 1))[: context - num]
         number = max(min(MOST_END, MOST_READ // context), 1)
-        request = replace(self._requests[0], prompt_ids=tuple(ids))
-        return [
-            self._ask(
-                f"{END}/{one}", request, self._config.sampling, num=num, seed=self._config.seed + one, scored=True
-            )
-            for one in range(number)
-        ]
+        long = [replace(self._requests[0], prompt_ids=tuple(ids))]
+        return self._asks(END, self._config.sampling, num=num, num_texts=number, num_scored=number, requests=long)
 
     def again(self, known: Mapping[str, Answered | str]) -> list[Ask]:
         """Texts that are asked for again, alone, and texts that a stop should end."""
-        config, found = self._config, list[Ask]()
-        for number in range(NUM_REPEATED):
-            request = self._requests[number % len(self._requests)]
-            seed = config.seed + number
-            found.append(self._ask(f"{SEEDS}/{number}", request, config.sampling, num=config.max_new_tokens, seed=seed))
-        for number in range(NUM_STOPPED):
-            request, first = self._requests[number % len(self._requests)], known.get(f"{LAW}/{number}")
+        sampling, num, found = self._config.sampling, self._config.max_new_tokens, list[Ask]()
+        if SEEDS in self._checks:
+            found = self._asks(SEEDS, sampling, num=num, num_texts=NUM_REPEATED)
+        stopped = self._asks(STOPS, sampling, num=num, num_texts=NUM_STOPPED) if STOPS in self._checks else []
+        for ask in stopped:
+            first = known.get(f"{LAW}/{ask.key.rpartition('/')[2]}")
             if isinstance(first, Answered) and (stop := first.text[len(first.text) // 2 :][:2]):
-                self.stops[f"{STOPS}/{number}"] = stop
-                found.append(self._ask(
-                    f"{STOPS}/{number}", request, config.sampling, num=config.max_new_tokens, seed=config.seed + number,
-                    stop=[stop],
-                ))  # fmt: skip
+                self.stops[ask.key] = stop
+                found.append(Ask(ask.key, ask.body | {"stop": [stop]}))
+            else:
+                del self.prompts[ask.key]
         return found
 
 

@@ -20,6 +20,7 @@ from typing import NamedTuple
 from llama_ssp.errors import ConfigError
 from llama_ssp.log_probs import TokenLogprob
 from llama_ssp.rooms.evaluate import statistics
+from llama_ssp.rooms.evaluate.audit.records import GREEDY, LOG_PROBS, SEEDS, STOPS, SWAPPED
 from llama_ssp.rooms.evaluate.audit.texts import Answered, Scored
 from llama_ssp.rooms.evaluate.martingales import SCORES, Sum, moves, powers
 from llama_ssp.rooms.evaluate.suites.distribution import FALSE_ALARM_RATE, LEAST_POWER, NUM_SWAPS, PLACES
@@ -113,22 +114,25 @@ def between(first: Mapping[str, Sum], second: Mapping[str, Sum], *, factor: floa
     }  # fmt: skip
 
 
-def other_model(log_probs: Sequence[float], expected: float) -> str | None:
-    """The sentence for texts that are not the target's by far, of which this sum is expected; None for others."""
+def require_target(log_probs: Sequence[float], expected: float) -> None:
+    """Raise ConfigError for texts that are not the target's by far, of which this sum is expected."""
     apart = (expected - sum(log_probs)) / max(len(log_probs), 1)
-    if apart < _OTHER_MODEL:
-        return None
-    return (
-        f"the server's texts are of another model or other settings: each token is {apart:.1f} nats more improbable "
-        "under the target than its own would be; give the server's model"
-    )
+    if apart > _OTHER_MODEL:
+        raise ConfigError(
+            f"the server's texts are of another model or other settings: each token is {apart:.1f} nats more "
+            "improbable under the target than its own would be; give the server's model"
+        )
 
 
 def judge_processor(
-    name: str, asked: Sequence[float], without: Sequence[float], *, num: int, variation: float
+    name: str, asked: Sequence[float], without: Sequence[float], *, num: int, variation: float | None
 ) -> Finding:
-    """Judge a processor by log-probabilities of tokens, under the law that was asked for and under the one without."""
-    share = _OF_OTHER if variation < _SAME else _OF_OTHER_ROUNDED
+    """Judge a processor by log-probabilities of tokens, under the law that was asked for and under the one without.
+
+    `variation` is that of rounding, None if not known.
+    """
+    most = MOST_ROUNDING if variation is None else variation
+    share = _OF_OTHER if most < _SAME else _OF_OTHER_ROUNDED
 
     def product(of: Sequence[float], against: Sequence[float]) -> float:
         return sum(
@@ -137,13 +141,15 @@ def judge_processor(
         )
 
     of_others, of_asked = product(without, asked), product(asked, without)
-    needed = math.log(num / OF_PROCESSORS) + len(asked) * math.log1p(variation / share)
+    needed = math.log(num / OF_PROCESSORS) + len(asked) * math.log1p(most / share)
     factors = f"over {len(asked)} tokens the evidence for it is exp({of_asked:.0f}), against it exp({of_others:.0f})"
     if of_others >= needed:
         return Finding(name, FAILED, f"{name} is ignored: {factors}")
     if of_asked >= needed:
         return Finding(name, HELD, factors)
-    return Finding(name, UNKNOWN, f"{factors}: too few tokens, or another {name} than was asked for")
+    said = f"{factors}: too few tokens, or another {name} than was asked for"
+    said += ", or rounding, which log-probabilities or task.tolerance= would tell" if variation is None else ""
+    return Finding(name, UNKNOWN, said)
 
 
 def judge_log_probs(pairs: Sequence[tuple[Scored, TokenLogprob]]) -> tuple[Finding, float | None]:
@@ -153,7 +159,7 @@ def judge_log_probs(pairs: Sequence[tuple[Scored, TokenLogprob]]) -> tuple[Findi
     Rounding leaves the slope of the one in the other at 1; another temperature does not. Raises ConfigError where they
     are hardly alike: another model.
     """
-    check, distances, slopes = "log-probabilities", list[float](), list[tuple[float, float, float]]()
+    distances, slopes = list[float](), list[tuple[float, float, float]]()
     own_apart = [abs(scored.own - known.logprob) for scored, known in pairs]
     for scored, known in pairs:
         own = {one.token: one.logprob for one in known.top}
@@ -171,7 +177,7 @@ def judge_log_probs(pairs: Sequence[tuple[Scored, TokenLogprob]]) -> tuple[Findi
             sum(p * (a - means[0]) ** 2 for p, (a, _) in zip(of_target, both, strict=True)),
         ))  # fmt: skip
     if len(pairs) < _LEAST_PLACES:
-        return Finding(check, UNKNOWN, "the server returns none, or too few"), None
+        return Finding(LOG_PROBS, UNKNOWN, "the server returns none, or too few"), None
     shared, variance, of_theirs = (sum(of_all) for of_all in zip(*slopes, strict=True))
     if variance and shared < _LEAST_ALIKE * math.sqrt(variance * of_theirs):
         raise ConfigError(
@@ -184,18 +190,20 @@ def judge_log_probs(pairs: Sequence[tuple[Scored, TokenLogprob]]) -> tuple[Findi
     said = f"over {len(pairs)} places the largest total variation is {largest:.2g}, and the slope {slope:.4f}"
     said += f"; those of the texts' tokens differ by {median(own_apart):.2g} nats (median)"
     if abs(slope - 1) > max(_MOST_SLOPE, _NUM_ERRORS * error):
-        return Finding(check, FAILED, f"{said}: they are those of temperature {1 / slope if slope else 0:.2f}"), None
+        return Finding(
+            LOG_PROBS, FAILED, f"{said}: they are those of temperature {1 / slope if slope else 0:.2f}"
+        ), None
     far = sum(one > MOST_ROUNDING for one in distances)
     if far > _MOST_FAR * len(pairs) or median(own_apart) > MOST_ROUNDING:
         said += f", and {far} places are above {MOST_ROUNDING}"
-        return Finding(check, FAILED, f"{said}: they are not the target's"), None
-    return Finding(check, HELD, said), largest
+        return Finding(LOG_PROBS, FAILED, f"{said}: they are not the target's"), None
+    return Finding(LOG_PROBS, HELD, said), largest
 
 
 def judge_greedy(gaps: Sequence[Sequence[float]], *, near_tie: float, is_known: bool) -> Finding:
     """Judge greedy texts by how far each token is below the best one, in nats."""
     if not gaps:
-        return Finding("greedy", UNKNOWN, "the server gives no greedy text")
+        return Finding(GREEDY, UNKNOWN, "the server gives no greedy text")
     worst = [max(of_text, default=0.0) for of_text in gaps]
     others = [one for one in worst if one > near_tie]
     said = f"{sum(one == 0 for one in worst)} of {len(worst)} texts are the target's best tokens"
@@ -203,7 +211,7 @@ def judge_greedy(gaps: Sequence[Sequence[float]], *, near_tie: float, is_known: 
         said += f", {len(others)} part by up to {max(others):.3g} nats, where a near tie is at most {near_tie:.3g}"
     elif any(worst):
         said += f", the others part at near ties, of at most {near_tie:.3g} nats"
-    return Finding("greedy", HELD if not others else FAILED if is_known else UNKNOWN, said)
+    return Finding(GREEDY, HELD if not others else FAILED if is_known else UNKNOWN, said)
 
 
 def judge_stops(texts: Sequence[tuple[str, Answered]]) -> Finding:
@@ -211,16 +219,16 @@ def judge_stops(texts: Sequence[tuple[str, Answered]]) -> Finding:
     wrong = [stop for stop, answer in texts if stop in answer.text]
     ended = sum(answer.finish == "stop" for _, answer in texts)
     if wrong:
-        return Finding("stops", FAILED, f"{len(wrong)} of {len(texts)} texts go on after a stop, such as {wrong[0]!r}")
+        return Finding(STOPS, FAILED, f"{len(wrong)} of {len(texts)} texts go on after a stop, such as {wrong[0]!r}")
     said = f"{ended} of {len(texts)} texts end at their stop, and none goes on"
-    return Finding("stops", HELD if ended else UNKNOWN, said)
+    return Finding(STOPS, HELD if ended else UNKNOWN, said)
 
 
 def judge_seeds(pairs: Sequence[tuple[Answered, Answered]]) -> Finding:
     """Compare texts of one seed, under load and alone; rounding that depends on the batch may change them."""
     same = sum(first.ids == second.ids and first.text == second.text for first, second in pairs)
     said = f"{same} of {len(pairs)} texts of a seed are the same alone as among others"
-    return Finding("seeds", HELD if same == len(pairs) > 0 else NOTED, said)
+    return Finding(SEEDS, HELD if same == len(pairs) > 0 else NOTED, said)
 
 
 def judge_swaps(prompts: Sequence[Sequence[tuple[Answered, Answered]]]) -> Finding:
@@ -239,11 +247,11 @@ def judge_swaps(prompts: Sequence[Sequence[tuple[Answered, Answered]]]) -> Findi
         if pairs
     ]
     if not groups:
-        return Finding("swaps", UNKNOWN, "the baseline gives no text")
+        return Finding(SWAPPED, UNKNOWN, "the baseline gives no text")
     signs = statistics.swaps(groups, num_swaps=NUM_SWAPS * 2, seed=0)
     p_value = statistics.p_value(statistics.count_statistic(groups, signs))
     said = f"next tokens of the server and of its baseline: p = {p_value:.2g}"
-    return Finding("swaps", HELD if p_value > OF_SWAPS else FAILED, said)
+    return Finding(SWAPPED, HELD if p_value > OF_SWAPS else FAILED, said)
 
 
 class SeenContext(NamedTuple):

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import cast
 from urllib.parse import urlsplit
 
+from llama_ssp.errors import unknown_name
 from llama_ssp.fields import made, setting
 from llama_ssp.settings.commands import Command
 from llama_ssp.settings.constraints import constraint_asked
@@ -14,6 +15,17 @@ from llama_ssp.settings.tasks import NoEffect, TaskSpec
 
 KEY = "LLAMA_SSP_AUDIT_KEY"
 """Environment variable with the key that the servers want."""
+LAW, LOG_PROBS, GREEDY, END, STOPS, SEEDS, SWAPPED = (
+    "law", "log-probabilities", "greedy", "end of the context", "stops", "seeds", "swaps",
+)  # fmt: skip
+PROCESSORS = {
+    "temperature": 0.5, "top_k": 3, "top_p": 0.5, "min_p": 0.2, "repetition_penalty": 2.0, "frequency_penalty": 2.0,
+    "presence_penalty": 2.0,
+}  # fmt: skip
+"""Settings that are asked for one at a time, besides biases and the end of a text."""
+BIASES, MIN_TOKENS = "logit_bias", "min_tokens"
+CHECKS = (LAW, LOG_PROBS, GREEDY, *PROCESSORS, BIASES, MIN_TOKENS, END, STOPS, SEEDS, SWAPPED)
+"""Names of checks, in their order in reports."""
 _UNREAD = (
     "num_samples", "ignore_eos", "stop_strings", "logprobs", "prompt_logprobs", "chat", "speculation.tree",
     "speculation.overlap", "verification.rule",
@@ -42,12 +54,22 @@ class AuditConfig(TaskConfig):
         "the most total variation between the server's probabilities and the target's here that is rounding, 0 for a "
         "server in fp32; null takes what its log-probabilities show.",
     )
+    checks: list[str] = made(
+        list, "the checks, by their names in the report, such as [seeds,top_k]; without any all, which together keep "
+        "the rate of false alarms."
+    )  # fmt: skip
     default_prompts: list[str] = made(list, "prompts of an audit without prompt= or prompts=.")
 
 
 def settings_of(config: RunConfig) -> AuditConfig:
     """The task's settings."""
     return cast("AuditConfig", config.task)
+
+
+def checks_of(config: RunConfig) -> list[str]:
+    """The checks of an audit, in the order of reports."""
+    task = settings_of(config)
+    return [name for name in CHECKS if name in (task.checks or CHECKS) and (task.baseline or name != SWAPPED)]
 
 
 def _warm(config: RunConfig, explicit: frozenset[str]) -> RunConfig:
@@ -70,6 +92,13 @@ def _problems(config: RunConfig, explicit: frozenset[str]) -> Iterator[str | NoE
     yield from _problems_of_address("url", task.url, task="audit")
     if task.baseline is not None:
         yield from _problems_of_address("baseline", task.baseline, task="audit")
+    yield from (unknown_name("check", name, CHECKS) for name in task.checks if name not in CHECKS)
+    chosen = {*task.checks} or {*CHECKS}
+    if SWAPPED in task.checks and not task.baseline:
+        yield f"checks={SWAPPED} compares two servers: give the other one by baseline=http://HOST:PORT/v1"
+    for key, readers in (("task.baseline", {LAW, SWAPPED}), ("task.context", {END})):
+        if key in explicit and not readers & chosen:
+            yield NoEffect(key, f"on {', '.join(task.checks)}: add {' or '.join(sorted(readers))} to checks")
     if config.sampling.temperature == 0:
         yield "task=audit judges samples: give a temperature above 0; greedy texts are judged besides"
     if asked := constraint_asked(config.sampling):

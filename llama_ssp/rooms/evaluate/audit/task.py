@@ -1,12 +1,13 @@
 """`task=audit`: asks a server for texts, reads them with the target and the draft, and judges them.
 
-Rank 0 asks; all ranks of the target read. The verdict is that of the worst check: a fault that was found, a law that
-could not be judged, or a law that held.
+Rank 0 asks; all ranks of the target read. The verdict is that of the worst check: a fault that was found, a law (an
+audit without it: any check) that could not be judged, or what held.
 """
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -15,21 +16,19 @@ from llama_ssp.log_probs import TokenLogprob
 from llama_ssp.ranks.failures import from_rank_0, raise_on_all_ranks
 from llama_ssp.reports.records import Evaluation, Measure
 from llama_ssp.rooms.evaluate.audit import checks
-from llama_ssp.rooms.evaluate.audit.asking import (
-    BASELINE,
+from llama_ssp.rooms.evaluate.audit.asking import BASELINE, NUM_SCORED, Gathered, gather, plain, processors
+from llama_ssp.rooms.evaluate.audit.checks import FAILED, HELD, UNKNOWN, Finding
+from llama_ssp.rooms.evaluate.audit.records import (
     END,
     GREEDY,
     LAW,
-    NUM_SCORED,
+    LOG_PROBS,
     SEEDS,
     STOPS,
-    Gathered,
-    gather,
-    plain,
-    processors,
+    SWAPPED,
+    checks_of,
+    settings_of,
 )
-from llama_ssp.rooms.evaluate.audit.checks import FAILED, HELD, UNKNOWN, Finding
-from llama_ssp.rooms.evaluate.audit.records import settings_of
 from llama_ssp.rooms.evaluate.audit.report import write_report
 from llama_ssp.rooms.evaluate.audit.texts import Answered, Scored
 from llama_ssp.rooms.evaluate.martingales import ANY_ROUNDS, CERTAIN, Role, Rounds, Sum, roundings, sums_of
@@ -55,10 +54,11 @@ def audit(session: Session, requests: list[PromptRequest]) -> None:
         raise InterruptedRun.in_folder(session.config.run_dir)
     judge = _Judge(session, requests, found)
     findings = judge.all()
-    law = next(one for one in findings if one.check == LAW)
     failed = [one for one in findings if one.outcome == FAILED]
-    is_known = not failed or law.outcome != UNKNOWN  # what is of another model shows nothing of a fault
-    outcome, worst = (FAILED, failed[0]) if failed and is_known else (law.outcome, law)
+    of_law = [one for one in findings if one.check == LAW]
+    unknown = [one for one in of_law or findings if one.outcome == UNKNOWN]
+    worst = (failed or unknown or findings)[0]
+    outcome = worst.outcome if failed or unknown else HELD
     with raise_on_all_ranks(comm):
         if session.folder:
             write_report(session, found, findings, outcome, judge.contexts())
@@ -90,21 +90,25 @@ class _Judge:
     """Scores the texts of a server, the same on every rank, and judges them."""
 
     def __init__(self, session: Session, requests: Sequence[PromptRequest], found: Gathered) -> None:
-        self._requests, self._given = requests, settings_of(session.config).tolerance
+        self._given, self._processors = settings_of(session.config).tolerance, processors(session, requests)
         self._shown: float | None = None
         self._session, self._found, self._config = session, found, session.config
         self._longest, self._scores = session.config.most_draft_tokens, dict[str, list[TextScore]]()
 
     def all(self) -> list[Finding]:
-        """The findings of all checks; raises ConfigError for a server that cannot be audited."""
+        """The findings of the checks; raises ConfigError for a server that cannot be audited."""
         self._require_samples()
-        of_log_probs, shown = self._log_probs()
-        variation = shown if self._given is None else self._given
-        self._shown = shown
-        return [
-            self._law(), of_log_probs, self._greedy(variation), *self._processors(variation), self._end(),
-            self._stops(), self._seeds(), *self._swaps(),
-        ]  # fmt: skip
+        of_log_probs, self._shown = self._log_probs()
+        self._require_target()
+        makers = {
+            LAW: self._law, LOG_PROBS: lambda: of_log_probs, GREEDY: self._greedy, END: self._end, STOPS: self._stops,
+            SEEDS: self._seeds, SWAPPED: self._swaps,
+        }  # fmt: skip
+        return [makers.get(name, partial(self._processor, name))() for name in checks_of(self._config)]
+
+    @property
+    def _variation(self) -> float | None:
+        return self._shown if self._given is None else self._given
 
     def contexts(self) -> list[checks.SeenContext]:
         """The contexts that speak most against the law."""
@@ -129,6 +133,11 @@ class _Judge:
                 f"the server's texts have token id {wrong}, which the target lacks: give the server's model"
             )
 
+    def _require_target(self) -> None:
+        scores = self._scores[LAW] = self._score(LAW)
+        log_probs = [value for one in scores for value in one.log_probs]
+        checks.require_target(log_probs, sum(one.expected for one in scores))
+
     def _texts(self, check: str) -> list[SampledText]:
         """The texts of a check whose tokens are known, those of a prompt after one another."""
         known = [
@@ -152,14 +161,15 @@ class _Judge:
         texts = texts if sums else [replace(text, roles=(), stated=()) for text in texts]
         return score(self._session, texts, rounds=self._rounds(), sampling=sampling)
 
-    def _sums(self, check: str, sampling: SamplingConfig | None = None) -> dict[str, Sum]:
-        self._scores[check] = self._score(check, sampling)
+    def _sums(self, check: str) -> dict[str, Sum]:
+        if check not in self._scores:
+            self._scores[check] = self._score(check)
         return sums_of([one.sums for one in self._scores[check] if one.sums])
 
     def _rounding(self, texts: Sequence[SampledText], scores: Sequence[TextScore]) -> dict[str, float] | None:
         """How far rounding may have moved the sums of texts, as given or as shown; None if neither."""
         found = [one.sums for one in scores if one.sums]
-        both, most = zip(texts, scores, strict=True), self._shown if self._given is None else self._given
+        both, most = zip(texts, scores, strict=True), self._variation
         stated = [one.sums for text, one in both if one.sums and len(text.stated) == len(text.token_ids)]
         if stated and self._given is None and most is not None:
             return roundings(stated, len(found))
@@ -176,10 +186,7 @@ class _Judge:
                 "token ids (return_token_ids) nor log-probabilities with the bytes of tokens",
             )  # fmt: skip
         sums = self._sums(LAW)
-        log_probs = [value for one in self._scores[LAW] for value in one.log_probs]
-        num_tokens = len(log_probs)
-        if sentence := checks.other_model(log_probs, sum(one.expected for one in self._scores[LAW])):
-            return Finding(LAW, UNKNOWN, sentence)
+        num_tokens = sum(len(one.log_probs) for one in self._scores[LAW])
         rounding = self._rounding(self._texts(LAW), self._scores[LAW])
         if others := self._texts(BASELINE):
             of_others = self._sums(BASELINE)
@@ -207,34 +214,32 @@ class _Judge:
         self._nats = max((abs(said.own - known.logprob) for said, known in pairs if said.own > -5), default=0.0)  # noqa: PLR2004
         return finding, shown
 
-    def _greedy(self, variation: float | None) -> Finding:
+    def _greedy(self) -> Finding:
         known = self._known(GREEDY, 1)
         gaps = [[place.top[0].logprob - place.logprob for place in of_text] for _, of_text in known]
         near_tie = NEAR_TIES.get(self._config.model.dtype, 0.0)
         return checks.judge_greedy(
-            gaps, near_tie=max(near_tie, 2 * self._nats if variation else 0.0), is_known=variation is not None
-        )
+            gaps, near_tie=max(near_tie, 2 * self._nats if self._variation else 0.0),
+            is_known=self._variation is not None,
+        )  # fmt: skip
 
-    def _processors(self, variation: float | None) -> list[Finding]:
-        found, asked = list[Finding](), processors(self._session, self._requests)
-        for name, laws in asked.items():
-            if refusal := self._found.refusal(name):
-                found.append(Finding(name, UNKNOWN, f"the server refuses it: {refusal}"))
-                continue
-            of_asked, without = (
-                [value for one in self._score(name, law, sums=False) for value in one.log_probs] for law in laws
-            )
-            found.append(checks.judge_processor(name, of_asked, without, num=len(asked), variation=variation or 0.0))
-        return found
+    def _processor(self, name: str) -> Finding:
+        if refusal := self._found.refusal(name):
+            return Finding(name, UNKNOWN, f"the server refuses it: {refusal}")
+        if name not in self._processors:
+            return Finding(name, UNKNOWN, "the model has no token that ends a text")
+        of_asked, without = (
+            [value for one in self._score(name, law, sums=False) for value in one.log_probs]
+            for law in self._processors[name]
+        )
+        return checks.judge_processor(name, of_asked, without, num=len(self._processors), variation=self._variation)
 
     def _end(self) -> Finding:
-        check = "end of the context"
         if not self._texts(END):
-            return Finding(
-                check, UNKNOWN, self._found.refusal(END) or "the server does not say how long it is: task.context="
-            )
+            said = self._found.refusal(END) or "the server does not say how long it is: task.context="
+            return Finding(END, UNKNOWN, said)
         sums, texts = self._sums(END), self._texts(END)
-        found = checks.judge_sums(check, sums, self._rounding(texts, self._scores[END]), least_p=checks.OF_END / 2)
+        found = checks.judge_sums(END, sums, self._rounding(texts, self._scores[END]), least_p=checks.OF_END / 2)
         if found.outcome != HELD:
             return found
         # A fault of the very last position is one in K + 1 tokens of the other sums.
@@ -243,7 +248,7 @@ class _Judge:
         whole = [replace(text, roles=last) for text in texts if len(text.token_ids) == longest > 1]
         scores = score(self._session, whole, rounds=self._rounds())
         of_last = checks.judge_sums(
-            check, sums_of([one.sums for one in scores if one.sums]), self._rounding(whole, scores),
+            END, sums_of([one.sums for one in scores if one.sums]), self._rounding(whole, scores),
             least_p=checks.OF_END / 2,
         )  # fmt: skip
         return found if of_last.outcome != FAILED else of_last._replace(said=f"the last position: {of_last.said}")
@@ -265,10 +270,8 @@ class _Judge:
         ]
         return checks.judge_seeds(pairs)
 
-    def _swaps(self) -> Sequence[Finding]:
-        if not settings_of(self._config).baseline:
-            return ()
+    def _swaps(self) -> Finding:
         first, second = self._found.of(LAW), self._found.of(BASELINE)
         pairs = sorted(zip(first, second, strict=False), key=lambda pair: pair[0][0])
         groups = groupby(pairs, key=lambda pair: pair[0][0])
-        return [checks.judge_swaps([[(one, other) for (_, one), (_, other) in of_prompt] for _, of_prompt in groups])]
+        return checks.judge_swaps([[(one, other) for (_, one), (_, other) in of_prompt] for _, of_prompt in groups])
