@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
+from llama_ssp.architectures.family import record_of
 from llama_ssp.catalogue import ModelShape
 from llama_ssp.errors import ConfigError
 from llama_ssp.weights.checkpoint import shape_of
@@ -80,7 +81,7 @@ def weights_of(model: nn.Module, *, what: str) -> WeightsInMemory:
     config.update({"dtype": model.dtype})  # which `save_pretrained` leaves as a string
     return WeightsInMemory(
         name=Path(path).name or kind, folder=Path(path or kind), config=config, shape=shape_of(config),
-        parameters=_unwrapped(parameters), generation=model.generation_config.to_dict(),
+        parameters=_named(parameters, config), generation=model.generation_config.to_dict(),
     )  # fmt: skip
 
 
@@ -95,10 +96,14 @@ def check_tensors(parameters: Mapping[str, Any], *, what: str) -> None:
         )
 
 
-def _unwrapped(parameters: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Tensors by the names that the model itself gives them."""
+def _named(parameters: Mapping[str, Any], config: PretrainedConfig) -> Mapping[str, Any]:
+    """Tensors by the names that the model itself gives them, with outputs before inputs."""
     found = {_WRAPPED.sub("", name): values for name, values in parameters.items()}
-    return found if len(found) == len(parameters) else parameters
+    named, ends = found if len(found) == len(parameters) else parameters, record_of(config.model_type).turned
+    return {
+        name: values.t() if name.endswith(ends) and values.ndim == 2 else values  # noqa: PLR2004
+        for name, values in named.items()
+    }
 
 
 def weights_like(running: WeightSource, parameters: Mapping[str, Any], *, what: str) -> WeightsInMemory:
@@ -106,7 +111,7 @@ def weights_like(running: WeightSource, parameters: Mapping[str, Any], *, what: 
     check_tensors(parameters, what=what)
     return WeightsInMemory(
         name=what, folder=Path(f"{what}={{...}}"), config=running.config, shape=running.shape,
-        parameters=_unwrapped(parameters),
+        parameters=_named(parameters, running.config),
         generation={},
     )  # fmt: skip
 
