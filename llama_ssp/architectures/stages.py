@@ -43,9 +43,7 @@ def no_stages(model_type: str) -> str:
 
 def _shared_out(held: Inventory, num_stages: int) -> tuple[int, ...]:
     """Numbers of layers of each stage; see `stage_layers`."""
-    each = held.each or (held.by_layer(0),) * held.num_layers
-    of_kinds = {kind: kind.num_parameters for kind in dict.fromkeys(each)}
-    sizes = [of_kinds[kind] for kind in each]
+    sizes = held.sizes or (held.by_layer(0).num_parameters,) * held.num_layers
     tables, output = sum(table.num_elements for table in held.embeddings), held.output.num_elements
     return _fastest(tuple(accumulate(sizes, initial=0)), num_stages, tables=tables, output=output)
 

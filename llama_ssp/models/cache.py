@@ -354,7 +354,7 @@ class Masks(Workspace):
 
         wholes = {window: make(window) for window in dict.fromkeys(windows)}
         chunks = [window for window in wholes if isinstance(window, Chunk)]
-        begun_SS = _begun_rows(capacity, dtype=dtype, device=device) if chunks else torch.empty(0)
+        begun_SS = _begun_rows(capacity, dtype=dtype, device=device) if chunks else torch.empty(0, 0)
         self.shown = PerBucket(lambda bucket: {window: rows_SS[:, :bucket] for window, rows_SS in wholes.items()})
         self.begun = PerBucket(lambda bucket: dict.fromkeys(chunks, begun_SS[:, :bucket]))
         self._last = torch.tensor(capacity - 1, device=device)

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from llama_ssp.architectures.family import inventory
+from llama_ssp.architectures.matrices import joined
 from llama_ssp.architectures.stages import stage_layers
 from llama_ssp.catalogue import Dtype, ModelShape
 from llama_ssp.errors import PlacementError
@@ -142,6 +144,13 @@ def test_each_stage_of_unlike_layers_holds_the_bytes_that_a_plan_counts(
         of_row = 24 * model.slot_bytes(origin.shape.num_key_value_heads, held) + model.state_bytes(5, held=held)
         assert cached == 3 * of_row
     assert len({*weights}) == 3, "or equal means would do"
+
+
+def test_models_with_the_same_layers_in_another_order_are_others() -> None:
+    """Or what is remembered of one would be told of the other."""
+    layer = inventory(shape_of(2, 16)).by_layer(0)
+    both = [layer, replace(layer, layer_vectors=7)]
+    assert joined(both, embeddings=(), head=None) != joined(both[::-1], embeddings=(), head=None)
 
 
 def test_layers_that_differ_are_shared_out_by_what_each_of_them_holds(tmp_path: Path) -> None:
