@@ -62,7 +62,6 @@ MORE: dict[str, dict[str, Any]] = {
     "gptj": {"rotary_dim": 4}, "granitemoeshared": _LOCAL | {"num_key_value_heads": 4, "shared_intermediate_size": 64},
     "hyperclovax": _GROUPED, "internlm3": _GROUPED, "iquestcoder": _GROUPED, "jais2": _GROUPED,
     "llama4_text": _GROUPED | {"num_local_experts": 4, **CHUNKS},
-    "llama4_text, two of four": _GROUPED | {"num_local_experts": 4, **CHUNKS, "num_experts_per_tok": 2},
     "mamba": {}, "mpt": {}, "opt": {"ffn_dim": 160}, "openai-gpt": {}, "persimmon": {},
     "phimoe": {"num_key_value_heads": 4} | _LOCAL, "biogpt": {},
     "vaultgemma": _GROUPED, "granite_swa": _GROUPED,

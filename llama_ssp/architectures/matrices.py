@@ -401,7 +401,8 @@ class Inventory:
     cached_values: int | None = None
     states: tuple[KeptStates, ...] = ()  # of recurrent layers.
     scores: bool = True  # it makes the logits, as all parts but earlier layers do.
-    each: tuple["Inventory", ...] = field(default=(), compare=False)  # the layers by themselves, where they differ.
+    each: tuple["Inventory", ...] = field(default=(), compare=False)  # the layers by themselves, where they differ,
+    sizes: tuple[int, ...] = ()  # and the parameters of each over all ranks, which tell models in another order apart.
 
     def __hash__(self) -> int:
         """Equal inventories have equal hashes."""
@@ -556,6 +557,7 @@ def joined(each: Sequence[Inventory], *, final_vectors: int = 0, **others: Any) 
         "cached_values": None if None in values else sum(value or 0 for value in values),
         "states": tuple(replace(kept, num_layers=count) for kept, count in states.items()),
         "each": tuple(each) if len(counts) > 1 else (),
+        "sizes": tuple(kind.num_parameters for kind in each) if len(counts) > 1 else (),
     }  # fmt: skip
     return Inventory(**fields | others)
 

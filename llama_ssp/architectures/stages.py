@@ -29,7 +29,7 @@ def stage_layers(shape: ModelShape, num_stages: int, given: Sequence[int] | None
         raise PlacementError(no_stages(shape.model_type))
     if num_stages > num_layers:
         raise PlacementError(f"{num_layers} layers cannot be shared by {num_stages} stages: use at most {num_layers}")
-    counts = given or _shared_out(inventory(shape), num_stages)
+    counts = given or ([num_layers] if num_stages == 1 else _shared_out(inventory(shape), num_stages))
     return tuple(range(start, stop) for start, stop in pairwise(accumulate(counts, initial=0)))
 
 
@@ -43,7 +43,7 @@ def no_stages(model_type: str) -> str:
 
 def _shared_out(held: Inventory, num_stages: int) -> tuple[int, ...]:
     """Numbers of layers of each stage; see `stage_layers`."""
-    sizes = [layer.num_parameters for layer in held.each or (held.by_layer(0),) * held.num_layers]
+    sizes = held.sizes or (held.by_layer(0).num_parameters,) * held.num_layers
     tables, output = sum(table.num_elements for table in held.embeddings), held.output.num_elements
     return _fastest(tuple(accumulate(sizes, initial=0)), num_stages, tables=tables, output=output)
 

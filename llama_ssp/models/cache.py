@@ -342,32 +342,34 @@ class Masks(Workspace):
 
     Attributes:
         shown: the mask rows by bucket, then by window in the order of the layers.
+        begun: those from a position on, by bucket, then by chunk.
     """
 
     def __init__(
         self, windows: Iterable[int | None], *, capacity: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        wholes = {
-            window: _causal_rows(
-                capacity, window=None if isinstance(window, Chunk) else window, dtype=dtype, device=device
-            )
-            for window in dict.fromkeys(windows)
-        }
+        def make(window: int | None) -> Tensor:
+            seen = None if isinstance(window, Chunk) else window
+            return _causal_rows(capacity, window=seen, dtype=dtype, device=device)
+
+        wholes = {window: make(window) for window in dict.fromkeys(windows)}
+        chunks = [window for window in wholes if isinstance(window, Chunk)]
+        begun_SS = _begun_rows(capacity, dtype=dtype, device=device) if chunks else torch.empty(0, 0)
         self.shown = PerBucket(lambda bucket: {window: rows_SS[:, :bucket] for window, rows_SS in wholes.items()})
+        self.begun = PerBucket(lambda bucket: dict.fromkeys(chunks, begun_SS[:, :bucket]))
         self._last = torch.tensor(capacity - 1, device=device)
-        self._begun_SS = _begun_rows(capacity, dtype=dtype, device=device)
 
     def rows(self, positions_BT: Tensor, *, bucket: int) -> dict[int | None, Tensor]:
         """The masks (B, 1, T, bucket) of tokens at these positions, by window in the order of the layers."""
-
-        def rows(rows_SU: Tensor, places_BT: Tensor) -> Tensor:
-            rows_MU = rows_SU.index_select(0, (self._last - places_BT).flatten())
-            return rows_MU.view(len(places_BT), 1, -1, bucket)
-
-        masks = {window: rows(rows_SU, positions_BT) for window, rows_SU in self.shown[bucket].items()}
-        for window, mask_B1TU in masks.items():
-            if isinstance(window, Chunk):
-                mask_B1TU.add_(rows(self._begun_SS[:, :bucket], positions_BT // window * window))
+        batch_size, _ = positions_BT.shape
+        rows_M = (self._last - positions_BT).flatten()
+        masks = {
+            window: rows_SU.index_select(0, rows_M).unflatten(0, (batch_size, 1, -1))
+            for window, rows_SU in self.shown[bucket].items()
+        }
+        for chunk, rows_SU in self.begun[bucket].items():
+            firsts_M = (self._last - positions_BT // chunk * chunk).flatten()
+            masks[chunk] += rows_SU.index_select(0, firsts_M).unflatten(0, (batch_size, 1, -1))
         return masks
 
 

@@ -91,6 +91,8 @@ class OverlappedTime:
         }
 
 
+MOST_IN_GROUPS = 0.8
+"""Share of the time of one group below which several are taken: forecasts of few rows are too short (findings/cpus)."""
 RULE_PASSES = 6
 """Reads and writes of a row of probabilities by the rule: processors, softmax, comparison, cumulative sum."""
 
@@ -179,7 +181,7 @@ class CostModel:
 
     @cached_property
     def num_groups(self) -> int:
-        """Groups of rows that follow each other through the stages: the fastest number for a round."""
+        """Groups of rows that follow each other through the stages: the number that is fastest, if it gains much."""
         spec = self.spec
         if spec.num_stages == 1:
             return 1
@@ -187,7 +189,9 @@ class CostModel:
             return min(spec.num_groups, spec.batch_size)
         positions = spec.round_positions if spec.drafts else 1
         numbers = range(1, min(spec.batch_size, 2 * spec.num_stages) + 1)
-        return min(numbers, key=lambda number: self._in_groups(number, positions).total_s)
+        times = {number: self._in_groups(number, positions).total_s for number in numbers}
+        fastest = min(numbers, key=lambda number: times[number])
+        return fastest if times[fastest] < MOST_IN_GROUPS * times[1] else 1
 
     def _in_groups(self, num_groups: int, num_positions: int) -> ForwardTime:
         """A forward of the target in so many groups of rows."""

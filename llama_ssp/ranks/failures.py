@@ -36,7 +36,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from threading import Event, Thread
-from typing import Self, TypeVar
+from typing import Self, TypeGuard, TypeVar
 
 import torch.distributed as dist
 from torch.distributed import DistError
@@ -414,12 +414,19 @@ def unify_failure(watch: ControlChannel, phase: Phase) -> Iterator[None]:
         if watch.size == 1:
             ending = exhaustion(error) or error
         else:
+            if isinstance(error, KeyboardInterrupt) and _is_of_group(error.__context__):
+                error = error.__context__  # torchrun sends a signal while the loss that it has seen ends the block
             # Launchers send one as soon as any rank has ended, before this rank has written the status and the message.
             ignore_signals()
             ending = _ending_of(error, watch, phase)
         if ending is error:
             raise
         raise ending from error
+
+
+def _is_of_group(error: BaseException | None) -> TypeGuard[Exception]:
+    """Whether a collective has failed."""
+    return isinstance(error, dist.DistError) or "gloo" in str(error).lower()
 
 
 def _ending_of(error: _E, watch: ControlChannel, phase: Phase) -> SspError | _E:
@@ -454,7 +461,7 @@ def _loss(error: BaseException, missing: tuple[int, ...], phase: Phase, watch: C
         return LostRankError(f"{names} missing while {phase.doing} ({cause}); {phase.remedy}")
     if is_of_nccl(error):
         return LostRankError(f"rank {watch.rank} failed while {phase.doing}: {explained_by_nccl(error)}")
-    is_of_group = isinstance(error, dist.DistError) or "gloo" in reason
+    is_of_group = _is_of_group(error)
     if is_signal or (is_of_group and watch.is_orphan):  # all ranks are orphans, and others noticed it first
         return InterruptedRun("interrupted")
     if is_of_group:

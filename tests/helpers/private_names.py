@@ -24,6 +24,7 @@ PRIVATE_NAMES = {
     "torch.ops.mkldnn._linear_pointwise": "oneDNN's packed product; without it torch's plain product is taken",
     "torch.ops.mkldnn._reorder_linear_weight": "packs a weight for it",
     "transformers.PretrainedConfig._attn_implementation": _ATTENTION,
+    "transformers.PretrainedConfig._experts_implementation": "the grouped products of Llama 4's experts",
     "transformers.models.gemma3n.modeling_gemma3n.Gemma3nTextMLP._gaussian_topk": "replaced: it sees one rank's units",
     "transformers.models.gpt_neo.modeling_gpt_neo.GPTNeoSelfAttention._attn": "replaced: it slices masks of its own",
     "transformers.models.mixtral.modeling_mixtral.MixtralExperts._apply_gate": "the gate of experts, by family",

@@ -18,10 +18,12 @@ from llama_ssp.words import said
 
 
 def lacking(config: RunConfig) -> str | None:
-    """What the run lacks, after `reproducible=true needs`; None if nothing is known."""
+    """What the run lacks, after `reproducible=true needs`; None if nothing is known, or it is not asked for."""
+    if not config.reproducible:
+        return None
     models = [("model", config.model), *([("draft.model", config.draft.model)] if config.draft.model else [])]
     found = [problem for key, model in models for problem in (*_of_format(key, model), *_of_sizes(key, model))]
-    if not found and config.reproducible and not isinstance(config, PlanConfig):  # a plan is of another machine
+    if not found and not isinstance(config, PlanConfig):  # a plan is of another machine
         found = [*_of_machine([model for _, model in models])]
     return found[0] if found else None
 

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from benchmarks.families import MORE
 from llama_ssp import catalogue
+from llama_ssp.architectures.family import record_of
 from llama_ssp.errors import CheckpointError
 from llama_ssp.models.huggingface.modules import load_modules
 from llama_ssp.models.llama.table import EMBEDDING, OUTPUT
@@ -42,8 +43,10 @@ def edit_tensors(folder: Path, change: Callable[[dict[str, Tensor]], dict[str, T
 def assert_same_values(found: PreTrainedModel, wanted: PreTrainedModel) -> None:
     found_values, wanted_values = (dict(model.named_parameters(remove_duplicate=False)) for model in (found, wanted))
     assert found_values.keys() == wanted_values.keys()
+    turned = record_of(wanted.config.model_type).turned
     for name, value in found_values.items():
-        assert torch.equal(value, wanted_values[name]), name
+        is_turned = name.endswith(turned) and value.dim() == 2
+        assert torch.equal(value.T if is_turned else value, wanted_values[name]), name
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_neox", "qwen2", "qwen3", "phi", "gemma2", "gpt_neo", "gpt2"])

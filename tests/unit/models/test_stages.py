@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from llama_ssp.architectures.family import inventory
+from llama_ssp.architectures.matrices import joined
 from llama_ssp.architectures.stages import stage_layers
 from llama_ssp.catalogue import Dtype, ModelShape
 from llama_ssp.errors import PlacementError
@@ -132,16 +134,23 @@ def test_each_stage_of_unlike_layers_holds_the_bytes_that_a_plan_counts(
         runner.allocate(batch_size=3, capacity=24, num_rolled_back=4)
     ids_BT, places_BT = torch.ones(3, 2, dtype=torch.int64), torch.arange(2).repeat(3, 1)
     on_stages(3, lambda rank: runners[rank].forward(ids_BT, places_BT, bucket=24))
+    weights = []
     for held, runner in zip(planned, runners, strict=True):
-        weights = held_bytes([runner._model], least=2) - held_bytes([*runner._model.buffers()], least=2)
-        assert weights == model_bytes(held, model, device="cuda").total_bytes
+        weights.append(held_bytes([runner._model], least=2) - held_bytes([*runner._model.buffers()], least=2))
+        assert weights[-1] == model_bytes(held, model, device="cuda").total_bytes
         states = runner._states
         kept = [*states.inputs.values(), *states.states.values()] if states else []
         cached = sum(each.nbytes for each in (*runner._cache._wholes, *kept) if each is not None)
         of_row = 24 * model.slot_bytes(origin.shape.num_key_value_heads, held) + model.state_bytes(5, held=held)
         assert cached == 3 * of_row
-    uneven = [model_bytes(held, model, device="cuda").total_bytes for held in planned]
-    assert len({*uneven}) == 3, "or equal means would do"
+    assert len({*weights}) == 3, "or equal means would do"
+
+
+def test_models_with_the_same_layers_in_another_order_are_others() -> None:
+    """Or what is remembered of one would be told of the other."""
+    layer = inventory(shape_of(2, 16)).by_layer(0)
+    both = [layer, replace(layer, layer_vectors=7)]
+    assert joined(both, embeddings=(), head=None) != joined(both[::-1], embeddings=(), head=None)
 
 
 def test_layers_that_differ_are_shared_out_by_what_each_of_them_holds(tmp_path: Path) -> None:

@@ -70,8 +70,11 @@ def test_as_many_groups_are_planned_as_are_fastest() -> None:
     """Weights are read once for each group; products of many tokens take turns at no cost."""
     few, many = (staged(2, batch_size=rows, draft=None, draft_ranks=(), num_draft_tokens=0) for rows in (4, 4096))
     assert CostModel(few, NODES).num_groups == 1
-    costs = CostModel(many, NODES)
+    costs, some = CostModel(many, NODES), replace(many, batch_size=192)
     assert costs.num_groups > 1
+    one, two = (CostModel(replace(some, num_groups=number), NODES).plain_s() for number in (1, 2))
+    assert 0.8 * one < two < one
+    assert CostModel(some, NODES).num_groups == 1, "so little may be an error"
     others = [CostModel(replace(many, num_groups=number), NODES).plain_s() for number in (1, 2, 3, 4)]
     assert costs.plain_s() == min(others)
     assert f"with 4096 rows in {costs.num_groups} groups" in " ".join(make_plan(many, NODES).notes)

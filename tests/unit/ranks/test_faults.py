@@ -75,6 +75,13 @@ def ended(error: BaseException, watch: Any) -> BaseException:  # noqa: ANN401 - 
     return caught.value
 
 
+def signalled_while(error: BaseException) -> KeyboardInterrupt:
+    """A signal that comes while an error ends what it is in."""
+    signalled = KeyboardInterrupt()
+    signalled.__context__ = error
+    return signalled
+
+
 @pytest.mark.parametrize(
     ("error", "watch", "kind", "sentence"),
     [
@@ -97,6 +104,10 @@ def ended(error: BaseException, watch: Any) -> BaseException:  # noqa: ANN401 - 
         ),
         (  # by the alarm of a killed rank
             KeyboardInterrupt(), Others(gone=(2,), has_failed=True), LostRankError,
+            f"rank 2 is missing while decoding (connection closed); {RESUME}",
+        ),
+        (  # a signal of torchrun, which has seen the loss too
+            signalled_while(CLOSED), Others(gone=(2,)), LostRankError,
             f"rank 2 is missing while decoding (connection closed); {RESUME}",
         ),
         (KeyboardInterrupt(), Others(), InterruptedRun, "interrupted"),

@@ -1,9 +1,8 @@
 """Attention to latents: the library's texts on any ranks, in rounds, trees and fewer bits; and the bytes of a plan."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +26,7 @@ from llama_ssp.models.weights import Loading
 from llama_ssp.planning.model import PlannedModel, expands_latents, planned_model
 from llama_ssp.planning.weights import model_bytes, rank_shares, step_bytes
 from llama_ssp.ranks.comms import Comm
-from llama_ssp.settings.trees import tree_shape
-from llama_ssp.speculate.drafters.drafter import TreeTables
 from llama_ssp.speculate.engine.state import Request
-from llama_ssp.speculate.sampling.trees import Tree
 from llama_ssp.weights.checkpoint import inspect
 from tests.helpers import rolled_back
 from tests.helpers.decoders import complete, make_decoder
@@ -60,7 +56,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "minicpm3": ODD,
 }
 SMALL: dict[str, Any] = {
-    "vocab_size": rolled_back.V, "hidden_size": 16, "intermediate_size": 20, "num_attention_heads": 2,
+    "hidden_size": 16, "intermediate_size": 20, "num_attention_heads": 2,
     "num_key_value_heads": 2, "q_lora_rank": 5, "kv_lora_rank": 12, "qk_rope_head_dim": 2, "qk_nope_head_dim": 3,
     "v_head_dim": 3, "head_dim": 2, "first_k_dense_replace": 2,
 }  # fmt: skip
@@ -156,43 +152,22 @@ def test_a_chunk_and_single_steps_have_the_same_logits_also_of_fewer_bits(cache_
     assert row.shape == (1, 1, 1, 48, numbers)
 
 
-_CAPACITY = 16
-"""Slots of a row."""
-
-
-class _Rolled:
-    """A DeepSeek V3 in fp64 whose rounds read latents; see `rolled_back.RolledBack`."""
-
-    def __init__(self) -> None:
-        self._library, model = (tiny_model("deepseek_v3", **SMALL).double() for _ in range(2))
-        self.runner = runner_of(model)
-
-    def library(self, ids: Sequence[int]) -> Tensor:
-        """The logits (V) after all tokens, without a cache, by keys and values of heads."""
-        found: Tensor = self._library(torch.tensor([ids]), use_cache=False).logits[0, -1]
-        return found.float().double()  # as a runner returns them
-
-    def logits(self, ids: Sequence[int]) -> Tensor:
-        """See `rolled_back.RolledBack`."""
-        return self.library([0, *ids])
-
-    def start(self, num_rows: int) -> rolled_back.Forward:
-        """See `rolled_back.RolledBack`."""
-        self.runner.allocate(batch_size=num_rows, capacity=_CAPACITY)
-        return lambda ids, places, _: self.runner.forward(ids, places, bucket=_CAPACITY).double()
+def of_library() -> rolled_back.OfLibrary:
+    return rolled_back.OfLibrary("deepseek_v3", latents.use_latents, **SMALL)
 
 
 @pytest.mark.seconds
 @torch.inference_mode()
 @pytest.mark.parametrize("sees_rejected", [False, True])
+@pytest.mark.parametrize("law", [rolled_back.text_law, rolled_back.overlap_law])
 def test_a_text_over_latents_that_roll_back_has_the_law_of_the_library(
-    sees_rejected: bool, monkeypatch: pytest.MonkeyPatch
+    law: Callable[..., Tensor], sees_rejected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Over all courses of rounds, and not if positions also see the slot of a rejected token."""
-    model, rows = _Rolled(), Masks.rows
+    """Over all courses of rounds, overlapped ones too, and not if positions also see the slot of a rejected token."""
+    model, rows = of_library(), Masks.rows
     if sees_rejected:
         monkeypatch.setattr(Masks, "rows", lambda self, places, bucket: rows(self, places + 1, bucket=bucket))
-    apart = float((rolled_back.text_law(model) - rolled_back.wanted_law(model)).abs().max())
+    apart = float((law(model) - rolled_back.wanted_law(model)).abs().max())
     assert apart > 1e-4 if sees_rejected else apart < 1e-12
 
 
@@ -200,25 +175,8 @@ def test_a_text_over_latents_that_roll_back_has_the_law_of_the_library(
 @torch.inference_mode()
 @pytest.mark.parametrize("moves", [True, False])
 def test_trees_over_latents_have_the_logits_of_the_library_on_every_path(moves: bool) -> None:
-    """Each row accepts another path of a tree of all paths, and not if the latents of the path stay where they were."""
-    model, tree = _Rolled(), Tree(tree_shape("3x3"), torch.device("cpu"))
-    paths = [path for length in range(tree.depth + 1) for path in product(range(rolled_back.V), repeat=length)]
-    nodes, tables = tree.nodes(len(paths)), TreeTables(tree.num_drafted, torch.device("cpu"))
-    model.runner.allocate(batch_size=len(paths), capacity=_CAPACITY)
-    texts: list[tuple[int, ...]] = [(place % rolled_back.V,) for place in range(len(paths))]
-    apart = 0.0
-    for _ in range(2):
-        root_B1 = torch.tensor([[len(text) - 1] for text in texts])
-        positions_BT, places = tables.places(root_B1, 0, nodes.depths_BT, nodes.ancestors_BTT, bucket=_CAPACITY)
-        ids_BT = torch.tensor([[text[-1], *(path[-1] for path in paths[1:])] for text in texts])
-        found_BTV = model.runner.forward(ids_BT, positions_BT, bucket=_CAPACITY, tree=places).double()
-        wanted_BTV = torch.stack([torch.stack([model.library([*text, *path]) for path in paths]) for text in texts])
-        apart = max(apart, float((found_BTV - wanted_BTV).abs().max()))
-        accepted_B1, path_BD = nodes.path_to(torch.arange(len(paths))[:, None])
-        if moves:
-            model.runner.move(root_B1 + path_BD, root_B1 + 1 + torch.arange(tree.depth))
-        texts = [(*text, *path) for text, path in zip(texts, paths, strict=True)]
-    assert [*accepted_B1[:, 0]] == [*map(len, paths)]
+    """Not if the latents of the accepted path stay where they were."""
+    apart = rolled_back.apart_on_trees(of_library(), moves=moves)
     assert apart < 1e-12 if moves else apart > 1e-3
 
 
@@ -257,11 +215,15 @@ def test_latents_behind_a_window_are_not_seen(monkeypatch: pytest.MonkeyPatch) -
 
 
 class _Reads(TorchDispatchMode):
-    """Counts the bytes of weights and caches that operators take, as parts of these tensors, but for views."""
+    """Counts the bytes of weights and caches that operators take, as parts of these tensors, but for views.
 
-    def __init__(self, watched: list[Tensor]) -> None:
+    With them, what is made of a cache: all tensors of `most` numbers or more.
+    """
+
+    def __init__(self, watched: list[Tensor], *, most: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._starts, self.num_bytes = {each.untyped_storage().data_ptr() for each in watched}, 0
+        self._most = most
 
     def __torch_dispatch__(self, func: Any, _types: object, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
         found = func(*args, **(kwargs or {}))
@@ -270,15 +232,16 @@ class _Reads(TorchDispatchMode):
             flat = [each for arg in args for each in (arg if isinstance(arg, list | tuple) else [arg])]
             tensors = [each for each in flat if isinstance(each, Tensor)]
             self.num_bytes += sum(
-                each.numel() * each.itemsize for each in tensors if each.untyped_storage().data_ptr() in self._starts
-            )
+                each.numel() * each.itemsize for each in tensors
+                if each.numel() >= self._most or each.untyped_storage().data_ptr() in self._starts
+            )  # fmt: skip
         return found
 
 
 @torch.inference_mode()
 @pytest.mark.parametrize("num_slots", [128, 2048])
 def test_a_step_reads_the_bytes_of_the_plan(tmp_path: Path, num_slots: int) -> None:
-    """Weights once, latents for scores and for their sums, and the keys that all heads share once."""
+    """Weights once, latents for scores and for their sums, and the keys that all heads share once: no others."""
     model = tiny_model("deepseek_v3", **LONG_RANK, max_position_embeddings=4096)
     model.save_pretrained(tmp_path)
     runner = runner_of(model)
@@ -286,7 +249,7 @@ def test_a_step_reads_the_bytes_of_the_plan(tmp_path: Path, num_slots: int) -> N
     last = torch.full((1, 1), num_slots - 1)
     runner.forward(last % VOCAB_SIZE, last, bucket=num_slots)
     wholes = [whole for whole in runner.cache._wholes if whole is not None]
-    with _Reads([*model.parameters(), *wholes]) as reads:
+    with _Reads([*model.parameters(), *wholes], most=num_slots * LONG_RANK["kv_lora_rank"]) as reads:
         runner.forward(last % VOCAB_SIZE, last, bucket=num_slots)
     shape = read_config(tmp_path)[0]
     planned = PlannedModel(name="mine", shape=shape, dtype=Dtype.fp32, quantization="none", by_library=True)
