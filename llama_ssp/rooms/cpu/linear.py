@@ -10,7 +10,6 @@ from functools import cache, partial
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from llama_ssp.kernels.linear import Kernel, NativeLinear, added, can_halve
 from llama_ssp.rooms.cpu.code.kinds import (
@@ -121,13 +120,9 @@ class CompiledLinear(NativeLinear):
         values_OI: weights in int8, fp16 or fp32, the bytes of FP8, or codes of 4 bits; of floats of 4 bits `byte_rows`.
         scales_O: one an output; of fp16 and fp32 one number; of FP8 the scales, of int4 the words of all groups.
         bias_O: None for none.
-        num_outputs: of the values; the last ones fill up a block. None for all.
     """
 
-    def __init__(
-        self, product: Product, values_OI: Tensor, scales_O: Tensor, bias_O: Tensor | None, *,
-        num_outputs: int | None = None,
-    ) -> None:  # fmt: skip
+    def __init__(self, product: Product, values_OI: Tensor, scales_O: Tensor, bias_O: Tensor | None) -> None:
         operator = product_of(product)
         assert operator
         self.product, self._operator = product, operator
@@ -135,11 +130,10 @@ class CompiledLinear(NativeLinear):
         self._scales_O = scales_O.float()
         self._none = self._norm = self._scales_O.new_empty(0, dtype=torch.float32)
         self._bias_O = self._none if bias_O is None else bias_O.float()
-        self._num_outputs = num_outputs
 
     def __call__(self, x_MI: Tensor, residual_MO: Tensor | None = None) -> Tensor:
         """See `Linear`."""
-        if x_MI.dtype is torch.float32 and self._num_outputs is None:
+        if x_MI.dtype is torch.float32:
             return self._call(x_MI, self._none if residual_MO is None else residual_MO)
         return added(self._call(x_MI.float(), self._none).to(x_MI.dtype), residual_MO)
 
@@ -147,17 +141,12 @@ class CompiledLinear(NativeLinear):
         # The kernel reads rows that follow each other.
         x_MI, residual_MO = (part if part.is_contiguous() else part.contiguous() for part in (x_MI, residual_MO))
         packed, scales_O, bias_O, _ = self.operands
-        return self._own(self._operator(x_MI, packed, scales_O, bias_O, residual_MO, self._none, 0.0, False))
-
-    def _own(self, y_MO: Tensor) -> Tensor:
-        """The results without those that fill up a block."""
-        return y_MO if self._num_outputs is None else y_MO[:, : self._num_outputs].contiguous()
+        return self._operator(x_MI, packed, scales_O, bias_O, residual_MO, self._none, 0.0, False)
 
     def take_in(self, norm: Tensor, least_square: float, *, gates: bool) -> bool:
         """See `NativeLinear`."""
         num_blocks = self._packed.shape[0]
-        cannot_gate = self._bias_O is not self._none or num_blocks % 2 or self._num_outputs is not None
-        if norm.dtype is not torch.float32 or (gates and cannot_gate):
+        if norm.dtype is not torch.float32 or (gates and (self._bias_O is not self._none or num_blocks % 2)):
             return False
         self._norm, self.least_square, self._gates = norm, least_square, gates
         if gates:  # the blocks of gate and up take turns
@@ -171,8 +160,8 @@ class CompiledLinear(NativeLinear):
         packed, scales_O, bias_O, norm = self.operands
         operands = packed, scales_O, bias_O, self._none, norm, self.least_square, self._gates
         if x_MI.dtype is torch.float32:
-            return self._own(self._operator(x_MI, *operands))
-        return self._own(self._operator(x_MI.float(), *operands)).to(x_MI.dtype)
+            return self._operator(x_MI, *operands)
+        return self._operator(x_MI.float(), *operands).to(x_MI.dtype)
 
     @property
     def operands(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -181,24 +170,15 @@ class CompiledLinear(NativeLinear):
 
 
 def fits(product: Product, shape: torch.Size) -> bool:
-    """Whether this CPU has the kernel, and a weight of this shape consists of whole blocks.
-
-    Outputs of weights that are not quantized are filled up to whole blocks: a vocabulary may have any size.
-    """
+    """Whether this CPU has the kernel, and a weight of this shape consists of whole blocks."""
     num_outputs, num_inputs = shape
-    is_whole = product in FLOATS or not num_outputs % BLOCK
-    return is_whole and not num_inputs % (product.group or BLOCK) and product_of(product) is not None
+    return not (num_outputs % BLOCK or num_inputs % (product.group or BLOCK)) and product_of(product) is not None
 
 
 def native_floats(product: Product, weight_OI: Tensor, bias_O: Tensor | None, *, scale: float = 1.0) -> CompiledLinear:
     """A layer of fp32 weights, or of ones that fp16 holds, multiplied by `scale`, a power of two."""
     weight_OI = weight_OI if scale == 1.0 else weight_OI.float() * scale
-    values_OI, num_outputs = weight_OI.to(FLOATS[product]), len(weight_OI)
-    if missing := -num_outputs % BLOCK:
-        values_OI = functional.pad(values_OI, (0, 0, 0, missing))
-        bias_O = None if bias_O is None else functional.pad(bias_O, (0, missing))
-    how = {"num_outputs": num_outputs if missing else None}
-    return CompiledLinear(product, values_OI, torch.tensor(1 / scale), bias_O, **how)
+    return CompiledLinear(product, weight_OI.to(FLOATS[product]), torch.tensor(1 / scale), bias_O)
 
 
 def find_linear(weight_OI: Tensor, *, in_halves: float | None, keeps_weight: bool) -> Kernel | None:

@@ -32,7 +32,6 @@ FORMATS = ["int8_weight_only", "fp8_weight_only", "int8", "int4_weight_only"]
 CASES = [
     ("llama", None, "none"), ("llama", torch.bfloat16, "none"), ("qwen3, windows", torch.bfloat16, "none"),
     ("qwen2", torch.float16, "none"), ("llama", torch.bfloat16, "int8_weight_only"),
-    ("qwen2, odd vocabulary", None, "none"),
 ]  # fmt: skip
 MORE = [("llama", dtype, name) for dtype in (None, torch.bfloat16) for name in FORMATS]
 MORE += [(family, dtype, "none") for family in ("qwen2", "qwen3, windows") for dtype in (None, torch.bfloat16)]
@@ -42,8 +41,7 @@ def model(folder: Path, family: str, dtype: torch.dtype | None, name: str, comm:
     product = format_of(name).compiled
     if product and not has_features(product.needs):
         pytest.skip("this processor has no such product")
-    vocabulary = {"vocab_size": 203} if "odd" in family else {}
-    build_checkpoint(folder, family.removesuffix(", odd vocabulary"), **SIZES | vocabulary)
+    build_checkpoint(folder, family, **SIZES)
     found = load_lean(folder, dtype=dtype, precision=Precision(quantization=name), comm=comm)
     assert found.is_invariant
     return found
