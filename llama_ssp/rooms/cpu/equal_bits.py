@@ -45,7 +45,7 @@ def _of_sizes(key: str, model: ModelConfig) -> Iterator[str]:
             "attention adds up in another order for another number of positions: leave it out"
         )
         return
-    sizes = {name: getattr(shape, name) for name in ("head_dim", "hidden_size", "intermediate_size")}
+    sizes = {name: getattr(shape, name) for name in ("head_dim", "hidden_size", "intermediate_size", "vocab_size")}
     odd = [f"{name}={size}" for name, size in sizes.items() if size % BLOCK]
     odd += [f"head_dim={shape.head_dim}"] * (not shape.head_dim % LANES and shape.head_dim > WIDEST_HEAD)
     if odd:
