@@ -99,8 +99,8 @@ def _form(parts: Sequence[NativeLinear | None]) -> tuple[Product, Hashable, Hash
     found = [part for part in parts if isinstance(part, CompiledLinear)]
     if len(found) < len(PRODUCTS) or len({part.product for part in found}) > 1:
         return None
-    _, _, _, norms = zip(*(part.operands for part in found), strict=True)
-    if not (len(norms[0]) and len(norms[2])):
+    _, scales, _, norms = zip(*(part.operands for part in found), strict=True)
+    if not (len(norms[0]) and len(norms[2]) and all(part.dtype is torch.float32 for part in scales)):
         return None
     shapes = tuple(tensor.shape for part in found for tensor in part.operands)
     return found[0].product, _least_squares(found), shapes

@@ -126,10 +126,9 @@ class CompiledLinear(NativeLinear):
         operator = product_of(product)
         assert operator
         self.product, self._operator = product, operator
-        self._packed, scales_O = operands(product, values_OI, scales_O)
-        self._scales_O = scales_O.float()
+        self._packed, self._scales_O = operands(product, values_OI, scales_O)
         self._none = self._norm = self._scales_O.new_empty(0, dtype=torch.float32)
-        self._bias_O = self._none if bias_O is None else bias_O.float()
+        self._bias_O = self._none if bias_O is None else bias_O
 
     def __call__(self, x_MI: Tensor, residual_MO: Tensor | None = None) -> Tensor:
         """See `Linear`."""
@@ -141,7 +140,7 @@ class CompiledLinear(NativeLinear):
         # The kernel reads rows that follow each other.
         x_MI, residual_MO = (part if part.is_contiguous() else part.contiguous() for part in (x_MI, residual_MO))
         packed, scales_O, bias_O, _ = self.operands
-        return self._operator(x_MI, packed, scales_O, bias_O, residual_MO, self._none, 0.0, False)
+        return self._operator(x_MI, packed, _single(scales_O), _single(bias_O), residual_MO, self._none, 0.0, False)
 
     def take_in(self, norm: Tensor, least_square: float, *, gates: bool) -> bool:
         """See `NativeLinear`."""
@@ -158,7 +157,7 @@ class CompiledLinear(NativeLinear):
     def fused(self, x_MI: Tensor) -> Tensor:
         """See `NativeLinear`."""
         packed, scales_O, bias_O, norm = self.operands
-        operands = packed, scales_O, bias_O, self._none, norm, self.least_square, self._gates
+        operands = packed, _single(scales_O), _single(bias_O), self._none, norm, self.least_square, self._gates
         if x_MI.dtype is torch.float32:
             return self._operator(x_MI, *operands)
         return self._operator(x_MI.float(), *operands).to(x_MI.dtype)
@@ -167,6 +166,11 @@ class CompiledLinear(NativeLinear):
     def operands(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Weights, scales, bias and norm, as operators take them; empty ones for none."""
         return self._packed, self._scales_O, self._bias_O, self._norm
+
+
+def _single(numbers: Tensor) -> Tensor:
+    """Numbers in fp32, without a conversion that does nothing, which a trace would hold."""
+    return numbers if numbers.dtype is torch.float32 else numbers.float()
 
 
 def fits(product: Product, shape: torch.Size) -> bool:

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import yaml
 
+from llama_ssp.architectures.matrices import Inventory
 from llama_ssp.catalogue import CONFIG_FILE, Dtype, ModelConfig
 from llama_ssp.machines import hardware
 from llama_ssp.planning.forwards import ModelPlacement, forward_time
@@ -58,8 +59,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> PlannedModel:
 def read_bytes(model: PlannedModel, num_rows: int) -> float:
     """The bytes of a rank's weights that a step of so many rows reads, by the plan's inventory."""
     held = rank_shares(model, num_ranks=NUM_RANKS)[0]
-    used = tuple(replace(matrix, copies=matrix.num_used(num_rows)) for matrix in held.layer)
-    return model_bytes(replace(held, layer=used, embeddings=()), model, device="cuda").total_bytes
+
+    def used(layer: Inventory) -> Inventory:
+        return replace(layer, layer=tuple(replace(each, copies=each.num_used(num_rows)) for each in layer.layer))
+
+    read = replace(used(held), each=tuple(map(used, held.each)), embeddings=())
+    return model_bytes(read, model, device="cuda").total_bytes
 
 
 @pytest.mark.heavy
