@@ -129,6 +129,8 @@ class CompiledLinear(NativeLinear):
         self._packed, self._scales_O = operands(product, values_OI, scales_O)
         self._none = self._norm = self._scales_O.new_empty(0, dtype=torch.float32)
         self._bias_O = self._none if bias_O is None else bias_O
+        # In fp32 a trace would hold conversions that do nothing.
+        self._widens = {self._scales_O.dtype, self._bias_O.dtype} != {torch.float32}
 
     def __call__(self, x_MI: Tensor, residual_MO: Tensor | None = None) -> Tensor:
         """See `Linear`."""
@@ -140,7 +142,9 @@ class CompiledLinear(NativeLinear):
         # The kernel reads rows that follow each other.
         x_MI, residual_MO = (part if part.is_contiguous() else part.contiguous() for part in (x_MI, residual_MO))
         packed, scales_O, bias_O, _ = self.operands
-        return self._operator(x_MI, packed, _single(scales_O), _single(bias_O), residual_MO, self._none, 0.0, False)
+        if self._widens:
+            scales_O, bias_O = scales_O.float(), bias_O.float()
+        return self._operator(x_MI, packed, scales_O, bias_O, residual_MO, self._none, 0.0, False)
 
     def take_in(self, norm: Tensor, least_square: float, *, gates: bool) -> bool:
         """See `NativeLinear`."""
@@ -157,7 +161,9 @@ class CompiledLinear(NativeLinear):
     def fused(self, x_MI: Tensor) -> Tensor:
         """See `NativeLinear`."""
         packed, scales_O, bias_O, norm = self.operands
-        operands = packed, _single(scales_O), _single(bias_O), self._none, norm, self.least_square, self._gates
+        if self._widens:
+            scales_O, bias_O = scales_O.float(), bias_O.float()
+        operands = packed, scales_O, bias_O, self._none, norm, self.least_square, self._gates
         if x_MI.dtype is torch.float32:
             return self._operator(x_MI, *operands)
         return self._operator(x_MI.float(), *operands).to(x_MI.dtype)
@@ -166,11 +172,6 @@ class CompiledLinear(NativeLinear):
     def operands(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Weights, scales, bias and norm, as operators take them; empty ones for none."""
         return self._packed, self._scales_O, self._bias_O, self._norm
-
-
-def _single(numbers: Tensor) -> Tensor:
-    """Numbers in fp32, without a conversion that does nothing, which a trace would hold."""
-    return numbers if numbers.dtype is torch.float32 else numbers.float()
 
 
 def fits(product: Product, shape: torch.Size) -> bool:
