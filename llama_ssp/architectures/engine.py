@@ -16,8 +16,11 @@ MOST_GRAPHED_BUCKETS = 16
 """Buckets that have CUDA graphs at a time, the latest that rounds have read: a long text passes through hundreds."""
 LANES = 16
 """Numbers of a vector of the compiled kernels of CPUs; attention is compiled for heads of whole vectors."""
-WHOLE_LAYER_TOKENS = 16
-"""The most tokens of a forward on a CPU whose layers are one operator; more take one for each product."""
+WHOLE_LAYER_TOKENS = 144
+"""The most tokens of a forward on a CPU whose layers are one operator, a short prompt or a round of 16 rows and K = 8.
+
+More take an operator for each product, which is as fast.
+"""
 LARGEST_HEAD_BY_LENGTH, FIRST_CAPABILITY_BY_LENGTH = 256, 8.0
 """The most dimensions of a head, and the first compute capability, that attention by lengths runs on."""
 PART_SLOTS, ROW_PROGRAMS = 16, 256
