@@ -70,7 +70,7 @@ def is_own(target: ast.Attribute) -> bool:
 
 
 def set_from_outside(trees: dict[Path, ast.Module]) -> Iterator[str]:
-    """Yield assignments to attributes of objects whose classes stand in other files of the package."""
+    """Yield assignments to attributes whose names classes of other files of the package have, and their comments."""
     owners: dict[str, set[Path]] = {}
     for file, tree in trees.items():
         fields = [
@@ -83,7 +83,8 @@ def set_from_outside(trees: dict[Path, ast.Module]) -> Iterator[str]:
     for file, tree in trees.items():
         for target in assigned(tree):
             if not is_own(target) and file not in owners.get(target.attr, {file}):
-                yield f"{file.relative_to(ROOT)}:{target.lineno} {ast.unparse(target)}"
+                _, _, reason = file.read_text().splitlines()[target.lineno - 1].partition("  # ")
+                yield f"{file.relative_to(ROOT)}:{target.lineno} {ast.unparse(target)}: {reason or 'no reason'}"
 
 
 def main() -> None:

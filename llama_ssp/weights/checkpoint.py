@@ -94,7 +94,7 @@ def inspect(folder: Path, *, config_alone: bool = False) -> Checkpoint:
         tensors = text_tensors(tensors, str(content.get("model_type")), width=shape.hidden_size)
         has_head = any(name.startswith(_HEAD) for name in tensors)
         if has_head or _EMBEDDING in tensors:  # the configs of both parts may differ
-            config.tie_word_embeddings = not has_head
+            config.update({"tie_word_embeddings": not has_head})
             shape = replace(shape, tie_word_embeddings=not has_head)
     packed = combine(tensors, layout, folder) if layout and tensors else tensors
     joined = turn(join_convolutions(join_experts(packed, folder)), record_of(shape.model_type).turned)
@@ -193,7 +193,7 @@ def _read_config(folder: Path, content: Mapping[str, Any]) -> tuple[PretrainedCo
         raise CheckpointError(f"{file} is no valid configuration of {model_type}: {reason}") from error
     vars(config).pop(QUANTIZATION, None)  # which only the library's own loader needs
     if not hasattr(config, "tie_word_embeddings"):  # of a text part, which has no output of its own
-        config.tie_word_embeddings = False
+        config.update({"tie_word_embeddings": False})
     return config, layout
 
 

@@ -46,25 +46,32 @@ class ExpertCounter:
     Attributes:
         sums_3: experts of all layers and forwards, experts expected if tokens choose evenly, and layers.
         num_experts: of a layer; 0 of a model without experts.
-        chosen: (M, K) by layer since it was cleared.
     """
 
     num_experts = 0
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self.sums_3 = torch.zeros(3, dtype=torch.float64, device=device)
-        self.chosen: list[Tensor] = []
+        self._chosen: list[Tensor] = []  # (M, K) by layer.
         for _, module in experts_of(model):
             self.num_experts = getattr(module, "num_routed", module.num_experts)
             module.register_forward_pre_hook(self._keep, prepend=True)
 
     def _keep(self, _module: nn.Module, args: tuple[Any, ...]) -> None:
         if len(args) > 1:  # a few families route before
-            self.chosen.append(args[1])
+            self._chosen.append(args[1])
+
+    def begin(self) -> None:
+        """Forget what the layers of the last forward have chosen."""
+        self._chosen.clear()
+
+    def share(self, other: "ExpertCounter") -> None:
+        """Keep what layers choose where another counter does, whose forwards forget it."""
+        self._chosen = other._chosen
 
     def count(self) -> None:
-        """Count what the layers of a forward have `chosen`."""
-        if chosen := self.chosen:
+        """Count what the layers of a forward have chosen."""
+        if chosen := self._chosen:
             chosen_LX = torch.stack([chosen_MK.flatten().to(self.sums_3.device) for chosen_MK in chosen])
             (num_layers, _), (num_tokens, num_chosen) = chosen_LX.shape, chosen[0].shape
             is_read_LX = chosen_LX.new_zeros(num_layers, self.num_experts).scatter_(1, chosen_LX, 1)
@@ -79,12 +86,9 @@ class OwnExperts(nn.Module):
     Args:
         module: whole, or with this rank's units of each expert.
         kernel: of the linear layers.
-
-    Attributes:
-        in_round: this forward is part of a round, which reads no value on the host; the runner says so before each.
     """
 
-    in_round = True
+    _in_round = True
 
     def __init__(self, module: LibraryPart, kernel: Kernel) -> None:
         super().__init__()
@@ -118,9 +122,13 @@ class OwnExperts(nn.Module):
             native.take_in(torch.empty(0), 0.0, gates=True) for native in natives
         )
 
+    def expect(self, *, in_round: bool) -> None:
+        """Say whether the next forward is part of a round, which reads no value on the host."""
+        self._in_round = in_round
+
     def forward(self, x_ME: Tensor, chosen_MK: Tensor, weights_MK: Tensor) -> Tensor:
         """Add up what the chosen experts compute, weighted; number `num_experts` stands for other ranks'."""
-        if self._of_few and (self.in_round or len(x_ME) <= FEW_ROWS):
+        if self._of_few and (self._in_round or len(x_ME) <= FEW_ROWS):
             y_PE = self._in_pieces(*self._of_few, x_ME, chosen_MK)
         else:
             y_PE = self._one_by_one(x_ME, chosen_MK)

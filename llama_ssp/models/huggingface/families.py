@@ -36,7 +36,7 @@ def adapt(model: PreTrainedModel) -> None:
         if kinds is not None:
             module.rope_type = dict.fromkeys(kinds, "default") if isinstance(kinds, dict) else "default"
         if hasattr(module, "zero_expert_num"):  # of LongCat-Flash: some experts have no weights
-            module.num_experts = module.total_experts
+            module.num_experts = module.total_experts  # a fact of the library's module
     use_latents(model)
     if path := record_of(model.config.model_type).adapt:
         imported(path, setting=model.config.model_type)(model)

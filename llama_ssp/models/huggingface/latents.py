@@ -97,5 +97,5 @@ def unpack(module: LibraryPart, kernel: Kernel, *, num_inputs: int, dtype: torch
     if module.weight.dtype is torch.uint8:
         one_II = torch.eye(num_inputs, dtype=dtype, device=module.weight.device)
         weight_OI = kernel(module.weight.detach(), None)(one_II).t().contiguous()
-        module.weight = nn.Parameter(weight_OI, requires_grad=False)
+        module.register_parameter("weight", nn.Parameter(weight_OI, requires_grad=False))
     return module  # type: ignore[no-any-return]

@@ -30,7 +30,7 @@ def adapt(model: PreTrainedModel) -> None:
             attention.attn_temperature_tuning = False
             layer.register_forward_pre_hook(partial(_with_scales, attention), with_kwargs=True)
         if layer.is_moe_layer:
-            mlp.experts = _Experts(config, mlp.experts)
+            mlp.register_module("experts", _Experts(config, mlp.experts))
             mlp.forward = partial(_mix, mlp)
 
 

@@ -108,7 +108,7 @@ class ModuleRunner(CachedRunner):
         left_out = [layer for number, layer in enumerate(layers) if number not in numbers]
         if of is None:
             return ModulePart(self, left_out)
-        of._counter.chosen = self._counter.chosen  # which each forward clears
+        of._counter.share(self._counter)
         others: Any = layers_of(of._model)[1]
         return ModulePart(self, left_out, [(layers[number], others[number]) for number in numbers])
 
@@ -205,9 +205,9 @@ class ModuleRunner(CachedRunner):
             masks = self._masks.rows(positions_BT, bucket=bucket)
         mask = mask_argument(self._model.config, masks)
         in_round = score_positions_BR is None or cache_rows_B is None
-        self._counter.chosen.clear()
+        self._counter.begin()
         for experts in self._experts:
-            experts.in_round = in_round
+            experts.expect(in_round=in_round)
         head: Any = self._model.get_output_embeddings()
         head = getattr(head, "shared", None) or head
         if is_cut := isinstance(head, GatheredLinear):
@@ -217,7 +217,7 @@ class ModuleRunner(CachedRunner):
             states_ME = entering(
                 self._stage, ids_BT.numel(), taps, slots_M, width=self._width, comm=self.comm, like=self._like
             )
-            self._entry.handed_BTE = states_ME.view(*ids_BT.shape, -1)
+            self._entry.hand(states_ME.view(*ids_BT.shape, -1))
         with self._tapped(taps, slots_M):
             logits_BRV = self._called(
                 part or self._model, ids_BT,
@@ -242,9 +242,9 @@ class ModuleRunner(CachedRunner):
         ids = {"inputs_embeds" if ids_BT.is_floating_point() else "input_ids": ids_BT}
         found_BRV: Tensor = model(**ids, **options).logits
         if self._entry is not None:
-            self._entry.handed_BTE = None
+            self._entry.hand(None)
         if self._exit is not None:
-            found_BRV, self._exit.kept_BTE = self._exit.kept_BTE, None
+            found_BRV = self._exit.taken()
         return found_BRV
 
     @contextmanager

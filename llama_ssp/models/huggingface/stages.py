@@ -24,13 +24,11 @@ from llama_ssp.models.weights import Loading
 class PassedOver(nn.Module):
     """Stands in place of a layer: returns its input, or other hidden states, in the form of its family's layers.
 
-    Attributes:
-        handed_BTE: returned in place of its input; None returns that.
-        keeps, kept_BTE: whether to keep its input, and this.
+    With `keeps` it keeps its input, until that is `taken`.
     """
 
-    handed_BTE: Tensor | None = None
-    kept_BTE: Tensor | None = None
+    _handed_BTE: Tensor | None = None
+    _kept_BTE: Tensor | None = None
 
     def __init__(self, layer: nn.Module, num_values: int, *, keeps: bool) -> None:
         super().__init__()
@@ -39,14 +37,23 @@ class PassedOver(nn.Module):
         own.update(
             {name: fact for name, fact in vars(layer).items() if name not in own and isinstance(fact, str | int)}
         )
-        self._num_values, self.keeps = num_values, keeps
+        self._num_values, self._keeps = num_values, keeps
 
     def forward(self, hidden_states: Tensor, *_args: object, **_options: object) -> Tensor | tuple[Any, ...]:
         """See above."""
-        if self.keeps:
-            self.kept_BTE = hidden_states
-        x_BTE = hidden_states if self.handed_BTE is None else self.handed_BTE
+        if self._keeps:
+            self._kept_BTE = hidden_states
+        x_BTE = hidden_states if self._handed_BTE is None else self._handed_BTE
         return (x_BTE, *[None] * (self._num_values - 1)) if self._num_values else x_BTE
+
+    def hand(self, states_BTE: Tensor | None) -> None:
+        """Return these from now on in place of its input; None returns that again."""
+        self._handed_BTE = states_BTE
+
+    def taken(self) -> Tensor | None:
+        """The input that it has kept, which it forgets."""
+        kept_BTE, self._kept_BTE = self._kept_BTE, None
+        return kept_BTE
 
 
 class _NoEmbedding(nn.Module):

@@ -64,8 +64,13 @@ class MtpRunner(ModuleRunner):
 def _part_of(model: PreTrainedModel, number: int) -> PreTrainedModel:
     """The model with one of its layers, and the last norm of that module."""
     body: Any = model.get_decoder()
-    layer, decoder, part = body.layers[number], copy(body), copy(model)
-    norm = layer.norm if number else body.norm
-    decoder._modules = {**body._modules, "layers": nn.ModuleList([layer]), "norm": norm}
-    part._modules = {**model._modules, model.base_model_prefix: decoder}
+    layer = body.layers[number]
+    decoder = _with_modules(body, layers=nn.ModuleList([layer]), norm=layer.norm if number else body.norm)
+    return _with_modules(model, **{model.base_model_prefix: decoder})
+
+
+def _with_modules(whole: Any, **others: nn.Module) -> Any:  # noqa: ANN401 - a module of its class
+    """A copy of a module that has other modules by these names, and shares all else."""
+    part = copy(whole)
+    part._modules = {**whole._modules, **others}  # a shallow copy has the same mapping, and torch copies no module
     return part

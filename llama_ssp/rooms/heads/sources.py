@@ -100,7 +100,7 @@ class HeadSource:
     def config(self) -> PretrainedConfig:
         """Of a model whose one layer the head has; `vocab_size` is D."""
         config = copy(self.files.config)
-        config.vocab_size = self.shape.vocab_size
+        config.update({"vocab_size": self.shape.vocab_size})
         return config
 
     @cached_property
@@ -327,9 +327,9 @@ class MtpSource:
         for number, layer in enumerate(layers):
             kind: Any = type(layer.input_layernorm)
             norm = partial(kind, width, eps=model.config.rms_norm_eps)
-            layer.enorm, layer.hnorm, layer.eh_proj = norm(), norm(), nn.Linear(2 * width, width, bias=False)
-            if number:
-                layer.norm = norm()
+            added = {"enorm": norm(), "hnorm": norm(), "eh_proj": nn.Linear(2 * width, width, bias=False)}
+            for name, module in (added | ({"norm": norm()} if number else {})).items():
+                layer.register_module(name, module)
 
     def updated(self, target: WeightSource | None, files: WeightSource | None) -> WeightSource | None:
         """See `TapSource`; weights of a target without the layer leave it as it is."""

@@ -159,7 +159,7 @@ def test_a_copy_of_the_layers_of_any_family_drafts_over_the_targets_cache(kind: 
         for way in ({"layers": [0, 2]}, {"layers": NUM_LAYERS - 1, "window": 8, "sinks": 2}):
             found = decode(target, replace(draft, **way), copied=rounded, temperature=0.0)
             assert ids_of(found) == plain, way
-        assert len(rounded._counter.chosen) <= NUM_LAYERS, "or a text would fill memory"
+        assert len(rounded._counter._chosen) <= NUM_LAYERS, "or a text would fill memory"
 
 
 @torch.inference_mode()
