@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from llama_ssp.models.huggingface.runner import ModuleRunner
 from llama_ssp.rooms.heads.drafter import HeadDrafter
 from llama_ssp.rooms.heads.modules_drafter import ModulesDrafter
 from llama_ssp.rooms.heads.mtp import reads_before_norm
+from llama_ssp.rooms.modules.runner import ModuleRunner
 from llama_ssp.speculate.drafters.drafter import DrafterParts
 
 
@@ -61,7 +61,7 @@ class MtpRunner(ModuleRunner):
         return super()._keep_wanted_rows(head, args)
 
 
-def _part_of(model: PreTrainedModel, number: int) -> PreTrainedModel:
+def _part_of(model: PreTrainedModel, number: int) -> Any:  # noqa: ANN401 - of the model's class
     """The model with one of its layers, and the last norm of that module."""
     body: Any = model.get_decoder()
     layer = body.layers[number]

@@ -28,8 +28,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from llama_ssp.architectures.family import record_of
 from llama_ssp.catalogue import ModelShape
 from llama_ssp.errors import CheckpointError, ConfigError
-from llama_ssp.models.huggingface.described import with_modules
-from llama_ssp.models.huggingface.modules import vocabulary_of
+from llama_ssp.models.loading import vocabulary_of, with_modules
 from llama_ssp.rooms.heads.kinds import DFLASH, EAGLE3, PEAGLE
 from llama_ssp.rooms.heads.layouts import FC, MARKOV, MASK, SELECTOR, HeadConfig, is_padded_alike
 from llama_ssp.rooms.heads.mtp import (
