@@ -1,6 +1,5 @@
 """MTP layers on the modules of the library; see `mtp`."""
 
-from copy import copy
 from operator import attrgetter
 from typing import Any
 
@@ -71,6 +70,6 @@ def _part_of(model: PreTrainedModel, number: int) -> Any:  # noqa: ANN401 - of t
 
 def _with_modules(whole: Any, **others: nn.Module) -> Any:  # noqa: ANN401 - a module of its class
     """A copy of a module that has other modules by these names, and shares all else."""
-    part = copy(whole)
-    part._modules = {**whole._modules, **others}  # a shallow copy has the same mapping, and torch copies no module
+    part = object.__new__(type(whole))
+    part.__setstate__({**vars(whole), "_modules": {**whole._modules, **others}})
     return part
