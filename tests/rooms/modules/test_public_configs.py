@@ -111,7 +111,7 @@ def described(folder: Path, content: object, monkeypatch: pytest.MonkeyPatch) ->
     """The shape of a model by its config.json, with the library and without."""
     (folder / "config.json").write_text(json.dumps(content))
     by_library, _ = read_config(folder)
-    monkeypatch.setattr(reading, "_by_modules", lambda _folder: (None, ""))
+    monkeypatch.setattr(reading, "_by_modules", lambda *_: (None, ""))
     return [by_library, read_config(folder)[0]]
 
 

@@ -3,6 +3,7 @@
 import json
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -101,7 +102,9 @@ def test_plan_dry_run_and_run_have_one_verdict(form: str, tmp_path: Path, monkey
     said = refusal(lambda: loading.check_model(inspect(tmp_path, config_alone=True), num_ranks=1))
     assert (wanted in said, bool(wanted)) == (True, bool(said)), said
     assert refusal(partial(check_readable, tmp_path, "none")) == said
-    monkeypatch.setattr(reading, "_DESCRIBE", "no_such_module:describe")  # a plan without the library
+    monkeypatch.setattr(
+        reading, "library_of", lambda _kind: SimpleNamespace(describe="no_such_module:describe")
+    )  # a plan without the library
     found: list[str] = []
     found.append(refusal(lambda: found.append(read_config(tmp_path)[0].refusal)))
     assert "".join(found) == said

@@ -3,6 +3,7 @@
 import json
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -57,7 +58,7 @@ def test_a_published_layout_has_one_verdict_and_the_texts_of_the_whole_model(
     assert not refusal(partial(check_readable, tmp_path, "none", num_ranks=num_ranks))
     planned = read_config(tmp_path)[0]
     assert not planned.refusal
-    monkeypatch.setattr(reading, "_DESCRIBE", "no_such_module:describe")
+    monkeypatch.setattr(reading, "library_of", lambda _kind: SimpleNamespace(describe="no_such_module:describe"))
     assert read_config(tmp_path)[0].refusal == ""
     monkeypatch.undo()
     found = inspect(tmp_path).shape
