@@ -22,12 +22,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig
-from transformers.cache_utils import Cache
 
 from llama_ssp.architectures.engine import saves_states
 from llama_ssp.architectures.family import Chunk, num_positions, record_of, with_slots
 from llama_ssp.kernels.parts import KeptRows, rows_of
-from llama_ssp.models.states import LayerState, StateCache, StateView
+from llama_ssp.models.states import LayerState, StateCache
 from llama_ssp.ranks.comms import Comm, Reads
 from llama_ssp.storage.formats import OWN_DTYPE
 from llama_ssp.workspaces import PerBucket, Workspace
@@ -267,47 +266,6 @@ class CacheView(NamedTuple):
             rows = rows.index_select(0, self.cache_rows_B.to(rows.device))
         keys, values = rows[..., :width], rows[..., width:]
         return self.kept.unpack(keys, keys_MND.dtype), self.kept.unpack(values, keys_MND.dtype)
-
-
-class LibraryCache(Cache):
-    """The cache interface of transformers over a `StaticCache`, whose slots some `layers` have.
-
-    Attributes:
-        view, states: of the current forward; `states` is None without recurrent layers.
-    """
-
-    view: CacheView
-    states: StateView | None = None
-
-    def __init__(self, layers: Sequence[int]) -> None:
-        super().__init__(layers=[])
-        self._places = {layer: place for place, layer in enumerate(layers)}
-
-    def __len__(self) -> int:
-        """Number of layers."""
-        return len(self._places)
-
-    def show(self, view: CacheView, states: StateView | None) -> None:
-        """Let a forward read and write these."""
-        self.view, self.states = view, states
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_args: object, **_kwargs: object
-    ) -> tuple[Tensor, Tensor]:
-        """Write the new keys and values (B, N, T, D) of one layer; returns all that may be read, (B, N, U, D).
-
-        They may differ in width, such as the parts of a latent.
-        """
-        place = self._places[layer_idx]
-        if key_states.shape[-1] != value_states.shape[-1]:
-            keys_MND, values_MND = (part.transpose(1, 2).flatten(0, 1) for part in (key_states, value_states))
-            return self.view.update_joint(keys_MND, values_MND, place)
-        written_M2ND = torch.cat([key_states, value_states], dim=1).transpose(1, 2).flatten(0, 1)
-        return self.view.update(written_M2ND, place)
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:  # noqa: ARG002 - the signature of transformers
-        """Always 0: rows have different lengths, and positions are always given."""
-        return 0
 
 
 def _causal_rows(capacity: int, *, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -10,7 +10,6 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from llama_ssp import operators
-from llama_ssp.architectures.family import record_of
 from llama_ssp.architectures.matrices import DRAFT_WHOLE
 from llama_ssp.architectures.stages import stage_layers
 from llama_ssp.errors import ConfigError
@@ -256,8 +255,8 @@ def _stage_of(mesh: Mesh, config: RunConfig, source: Source) -> ModelStage:
     layout, given = mesh.layout, config.placement.target.layers
     number = next(place for place, ranks in enumerate(layout.stages) if mesh.replica.rank in ranks)
     origin = source.origin
-    if layout.num_stages > 1 and not given and not record_of(origin.shape.model_type).is_written:
-        from llama_ssp.models.huggingface.described import with_modules  # noqa: PLC0415 - slow import
+    if layout.num_stages > 1 and not given:
+        from llama_ssp.models.loading import with_modules  # noqa: PLC0415 - slow import
 
         origin = with_modules(origin)
     layers = stage_layers(origin.shape, layout.num_stages, given)[number]

@@ -32,8 +32,6 @@ from llama_ssp.kernels import linear
 from llama_ssp.kernels.attention_by_length import CHECKED, VarlenAttention
 from llama_ssp.kernels.between import rotate_write
 from llama_ssp.kernels.parts import Heads, KeptRows, RmsNorm, Sequences, rows_of
-from llama_ssp.models.huggingface import recurrent
-from llama_ssp.models.huggingface.experts import OwnExperts
 from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.models.prefill import Buckets, Prompts, read_prompts
 from llama_ssp.models.quantization.precision import UNQUANTIZED, Precision
@@ -50,6 +48,8 @@ from llama_ssp.rooms.gpu.kernels import recurrence as recurrence_gpu
 from llama_ssp.rooms.gpu.kernels.draw import draw_in_blocks, draw_tokens, softmax
 from llama_ssp.rooms.gpu.kernels.halves import product_of_halves
 from llama_ssp.rooms.gpu.kernels.linear import choose, product_of_few_rows, unpack_bytes, unpack_codes
+from llama_ssp.rooms.modules import recurrent
+from llama_ssp.rooms.modules.experts import OwnExperts
 from llama_ssp.speculate.sampling import processors
 from tests.helpers.fake_comm import on_ranks, thread_comms
 from tests.helpers.few_rows import OPERANDS
@@ -554,14 +554,16 @@ def recurrent_layers() -> None:
         model = tiny_model(kind, **heads)
         recurrent.adapt(model)
         mixer: Any = next(recurrent.mixers_of(model))
-        right = choice_of_recurrence._tried(mixer, model.config.hidden_size)
-        layer, x_BTE = recurrent.state_of(mixer), torch.randn(2, 3, model.config.hidden_size, generator=GENERATOR)
+        layer, width = recurrent.state_of(mixer), model.config.hidden_size
+        like = recurrent.convolution_of(mixer).weight
+        right = choice_of_recurrence._tried(mixer, width, recurrent.mix_of(mixer), layer, like)
+        x_BTE = torch.randn(2, 3, width, generator=GENERATOR)
         found: dict[str, list[Tensor]] = {}
-        for name, batch_size, width in (("all", 2, 3), ("a row", 1, 3), ("a token", 2, 1), ("operators", 2, 3)):
+        for name, batch_size, num_tokens in (("all", 2, 3), ("a row", 1, 3), ("a token", 2, 1), ("operators", 2, 3)):
             mixer.own_kernels = None if name == "operators" else right
             cache = StateCache([layer], batch_size=batch_size, num_kept=3, dtype=torch.float32)
             outputs = []
-            for x, positions in zip(x_BTE.split(width, 1), torch.arange(3).split(width), strict=True):
+            for x, positions in zip(x_BTE.split(num_tokens, 1), torch.arange(3).split(num_tokens), strict=True):
                 view = cache.view(positions.expand(batch_size, -1), taken_B=None, cache_rows_B=None)
                 with patch.object(functional, "linear", of_each_row):
                     outputs.append(recurrent.mix_of(mixer)(mixer, x[:batch_size], view))
