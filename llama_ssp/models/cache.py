@@ -257,8 +257,13 @@ class CacheView(NamedTuple):
         keys, values = buffer.rows(self.cache_rows_B)
         return self.kept.unpack(keys, written_M2ND.dtype), self.kept.unpack(values, written_M2ND.dtype)
 
-    def update_joint(self, keys_MND: Tensor, values_MND: Tensor, number: int) -> tuple[Tensor, Tensor]:
-        """As `update` of keys and values of different widths, or of both parts of a latent: they lie side by side."""
+    def update_joint(
+        self, keys_MND: Tensor, values_MND: Tensor, number: int, *, unpacks: bool = True
+    ) -> tuple[Tensor, Tensor]:
+        """As `update` of keys and values of different widths, or of both parts of a latent: they lie side by side.
+
+        Unless it `unpacks` them, they are returned as they are kept.
+        """
         kept_MNW = torch.cat([self.kept.pack(keys_MND), self.kept.pack(values_MND)], -1)
         buffer = self.buffer(number, lambda: kept_MNW[:, None])
         buffer.parts.index_copy_(1, self.slots_M.to(kept_MNW.device), kept_MNW.transpose(0, 1))
@@ -266,6 +271,8 @@ class CacheView(NamedTuple):
         if self.cache_rows_B is not None:
             rows = rows.index_select(0, self.cache_rows_B.to(rows.device))
         keys, values = rows[..., :width], rows[..., width:]
+        if not unpacks:
+            return keys, values
         return self.kept.unpack(keys, keys_MND.dtype), self.kept.unpack(values, keys_MND.dtype)
 
 
@@ -273,6 +280,7 @@ class LibraryCache(Cache):
     """The cache interface of transformers over a `StaticCache`, whose slots some `layers` have.
 
     Attributes:
+        of_latents: the layers whose attention takes both parts of a latent as they are kept.
         view, states: of the current forward; `states` is None without recurrent layers.
     """
 
@@ -281,6 +289,7 @@ class LibraryCache(Cache):
 
     def __init__(self, layers: Sequence[int]) -> None:
         super().__init__(layers=[])
+        self.of_latents: Collection[int] = ()
         self._places = {layer: place for place, layer in enumerate(layers)}
 
     def __len__(self) -> int:
@@ -301,7 +310,7 @@ class LibraryCache(Cache):
         place = self._places[layer_idx]
         if key_states.shape[-1] != value_states.shape[-1]:
             keys_MND, values_MND = (part.transpose(1, 2).flatten(0, 1) for part in (key_states, value_states))
-            return self.view.update_joint(keys_MND, values_MND, place)
+            return self.view.update_joint(keys_MND, values_MND, place, unpacks=layer_idx not in self.of_latents)
         written_M2ND = torch.cat([key_states, value_states], dim=1).transpose(1, 2).flatten(0, 1)
         return self.view.update(written_M2ND, place)
 
