@@ -30,7 +30,8 @@ def by_torch(
     scores_BHTS = scores_BQS.unflatten(1, of_queries).add_(mask_B1TS)
     at_least_fp32 = torch.promote_types(dtype, torch.float32)
     weights_BQS = scores_BHTS.softmax(-1, dtype=at_least_fp32).to(dtype).flatten(1, 2)
-    return (weights_BQS @ latents_BSR).unflatten(1, of_queries)
+    attended_BHTR: Tensor = (weights_BQS @ latents_BSR).unflatten(1, of_queries)
+    return attended_BHTR
 
 
 def find_attention(

@@ -59,7 +59,8 @@ def attend_latents(
 
     def by_heads(x_BHTX: Tensor, matrices_HXY: Tensor) -> Tensor:
         x_HMY = x_BHTX.transpose(0, 1).flatten(1, 2) @ matrices_HXY
-        return x_HMY.unflatten(1, (-1, num_positions)).transpose(0, 1)
+        x_HBTY: Tensor = x_HMY.unflatten(1, (-1, num_positions))
+        return x_HBTY.transpose(0, 1)
 
     queries_BHTD = torch.cat([by_heads(plain_BHTN, keys_HNR), rotated_BHTP], -1)
     attended_BHTR = module.attend(queries_BHTD, key[:, 0], value[:, 0], attention_mask, scaling)

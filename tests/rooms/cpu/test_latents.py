@@ -5,7 +5,7 @@ part of a row.
 """
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -116,6 +116,6 @@ def test_what_a_query_does_not_see_has_no_part_in_it_and_what_is_not_finite_show
 
 
 def test_models_in_other_numbers_or_of_odd_widths_have_torchs_operators() -> None:
-    sizes = {"rank": 32, "rotary": 16, "kept": SINGLES, "dtype": torch.float32}
+    sizes: dict[str, Any] = {"rank": 32, "rotary": 16, "kept": SINGLES, "dtype": torch.float32}
     for odd in ({"rank": 22}, {"rotary": 6}, {"dtype": torch.float64}, {"kept": KeptRows(torch.float64)}):
         assert find_latents(**sizes | odd) is None

@@ -197,7 +197,7 @@ def latents_of(
     return queries.to(DTYPE), *rows, mask, sum(widths) ** -0.5
 
 
-def latents() -> None:
+def attention_to_latents() -> None:
     """Odd sizes, several parts and tiles, kept in any format; holes in masks, as of trees and windows; and own bits."""
     lengths = [9 + 13 * row % 61 for row in range(16)]
     sizes: list[tuple[int, tuple[int, int]]] = [(5, (22, 6)), (1, (16, 16)), (9, (40, 16))]
@@ -216,8 +216,8 @@ def latents() -> None:
         for num_rows, number in ((1, 9), (2, 2), (7, 5), (16, 1), (1, 1)):
             found = attend(*case(lengths[:num_rows], number))
             assert torch.equal(found, whole[:num_rows, :, :number]), (num_rows, number)
-        queries, *rows, mask, scale = case(lengths[:1], 9)
-        found = attend(queries, *(part[:, :64] for part in rows), mask[..., :64], scale)
+        queries, latents, rotary, mask, scale = case(lengths[:1], 9)
+        found = attend(queries, latents[:, :64], rotary[:, :64], mask[..., :64], scale)
         assert torch.equal(found, whole[:1]), "a row's bits do not depend on the slots behind it"
 
 
@@ -662,7 +662,7 @@ PARTS: dict[str, Sequence[Callable[[], None]]] = {
         experts, modules_of_experts,
     ],
     "own bits": [own_bits],
-    "latents": [latents, wrong_latents_are_not_used],
+    "latents": [attention_to_latents, wrong_latents_are_not_used],
     "recurrent layers": [recurrent_layers, wrong_recurrence_is_not_used],
     "several ranks": [several_ranks],
     "llama, no groups": [partial(whole_model, "llama, no groups")],

@@ -118,16 +118,17 @@ def _units(module: ir.Module, form: CacheFormat, rank: int, rotary: int) -> Valu
     for room in rooms:
         room.align = 64
     masks = code.slot(POINTER, _QUERIES)
-    of_row = code.sdiv(code.add(num_queries, code.sub(given["unit"], 1)), given["unit"])
+    num_units = code.sdiv(code.add(num_queries, code.sub(given["unit"], 1)), given["unit"])
     with code.loop(begin, end, 1) as (number,):
-        row, first = code.sdiv(number, of_row), code.mul(code.srem(number, of_row), given["unit"])
+        row, first = code.sdiv(number, num_units), code.mul(code.srem(number, num_units), given["unit"])
         count = code.smaller(code.sub(num_queries, first), given["unit"])
         place = code.add(code.mul(row, num_queries), first)
         queries, sums = (
             code.at(given[name], code.mul(place, size), F32) for name, size in (("queries", width), ("out", rank))
         )
-        parts = [code.at(given[name], code.mul(row, given["row_bytes"])) for name in ("latents", "rotary")]
-        unit = _Unit(count, queries, sums, masks, *parts, given["slot_bytes"], scale, *rooms)
+        latents, keys = (code.at(given[name], code.mul(row, given["row_bytes"])) for name in ("latents", "rotary"))
+        of_row = count, queries, sums, masks, latents, keys, given["slot_bytes"], scale
+        unit = _Unit(*of_row, *rooms)
         with code.loop(0, count, 1) as (query,):
             position = code.srem(code.add(first, query), num_positions)
             token = code.add(code.mul(row, num_positions), position)
