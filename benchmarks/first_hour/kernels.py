@@ -201,9 +201,8 @@ def latents(where: Where) -> Iterator[str]:
         hidden = torch.arange(num_slots, device=where.device) > last[..., None]
         mask.masked_fill_(hidden[:, None], float("-inf"))
         parts, scale = [pool.split((rank, rotary), -1) for pool in pools], 4 * width**0.5
-        wanted = latents_by_torch(
-            queries.double(), *(part.double() for part in parts[0]), mask.double(), scale, kept=exact
-        )
+        latents_BSR, rotary_BSP = (part.double() for part in parts[0])
+        wanted = latents_by_torch(queries.double(), latents_BSR, rotary_BSP, mask.double(), scale, kept=exact)
         pieces = [partial(attend, queries, *each, mask, scale) for each in parts]
         name = f"{num_rows} rows of {num_slots} slots, {num} positions"
         yield from judge(name, pieces, wanted, where, num_bytes=num_bytes)
