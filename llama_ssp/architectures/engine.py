@@ -29,6 +29,9 @@ PART_SLOTS, ROW_PROGRAMS = 16, 256
 On an H200, 5 queries over 2048 slots of 32 heads took 25 us with 128 programs, 17 with 256, 15 with 512; and 32 rows
 of 1000 slots and 8 key-value heads took 48, 52 and 74.
 """
+LATENT_PARTS, LATENT_QUERIES = (64, 64, 512), 32
+"""Attention to latents on a GPU cuts a text into so many parts of so many slots, then into longer ones; the most
+queries of a program that reads one."""
 OWN_SUM_BYTES, OWN_SUM_RANKS = 2**18, 8
 """The most bytes of a sum by the program's own kernel, beyond which a ring sends fewer, and the most ranks."""
 SOFTMAX_TOKENS = 1024
@@ -52,6 +55,12 @@ def expands_latents(num_positions: int, *, rank: int, made: int) -> bool:
     `rank` times `made`. A chunk's own tokens alone decide, so that its bits depend on no other row's length.
     """
     return num_positions * (2 * rank - made) > rank * made
+
+
+def latent_parts(num_slots: int, parts: tuple[int, int, int] = LATENT_PARTS) -> int:
+    """The number of parts of a text; see `LATENT_PARTS`."""
+    number, short, long = parts
+    return -(-min(num_slots, number * short) // short) - (-max(num_slots - number * short, 0) // long)
 
 
 STATE_VALUE_BYTES = 4  # Recurrent states are in fp32, whatever the model is in.

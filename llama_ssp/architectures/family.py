@@ -333,6 +333,10 @@ def check_servable(field: Callable[[str], Any]) -> None:
     if is_encoder or field("use_bidirectional_attention") not in {None, False, "vision"} or field("is_causal") is False:
         wanted = "is_decoder=true" if is_encoder else "use_bidirectional_attention=false and is_causal=true"
         raise ConfigError(f"this {model} attends in both directions, and {wanted} is required")
+    if field("alibi"):
+        raise ConfigError(
+            f"this {model} has alibi=true, a bias of scores by distance, which the static cache's masks lack: {OTHER}"
+        )
     rope = field("rope_parameters") or field("rope_scaling") or {}
     for found in (rope, *(values for values in rope.values() if isinstance(values, dict))):
         rope_type = found.get("rope_type", found.get("type", "default"))

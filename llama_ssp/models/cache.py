@@ -256,8 +256,13 @@ class CacheView(NamedTuple):
         keys, values = buffer.rows(self.cache_rows_B)
         return self.kept.unpack(keys, written_M2ND.dtype), self.kept.unpack(values, written_M2ND.dtype)
 
-    def update_joint(self, keys_MND: Tensor, values_MND: Tensor, number: int) -> tuple[Tensor, Tensor]:
-        """As `update` of keys and values of different widths, or of both parts of a latent: they lie side by side."""
+    def update_joint(
+        self, keys_MND: Tensor, values_MND: Tensor, number: int, *, unpacks: bool = True
+    ) -> tuple[Tensor, Tensor]:
+        """As `update` of keys and values of different widths, or of both parts of a latent: they lie side by side.
+
+        Unless it `unpacks` them, they are returned as they are kept.
+        """
         kept_MNW = torch.cat([self.kept.pack(keys_MND), self.kept.pack(values_MND)], -1)
         buffer = self.buffer(number, lambda: kept_MNW[:, None])
         buffer.parts.index_copy_(1, self.slots_M.to(kept_MNW.device), kept_MNW.transpose(0, 1))
@@ -265,6 +270,8 @@ class CacheView(NamedTuple):
         if self.cache_rows_B is not None:
             rows = rows.index_select(0, self.cache_rows_B.to(rows.device))
         keys, values = rows[..., :width], rows[..., width:]
+        if not unpacks:
+            return keys, values
         return self.kept.unpack(keys, keys_MND.dtype), self.kept.unpack(values, keys_MND.dtype)
 
 

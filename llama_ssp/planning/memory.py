@@ -351,15 +351,23 @@ def _activation_bytes(spec: PlanSpec, hardware: HardwareConfig, model: PlannedMo
 def _latent_bytes(
     model: PlannedModel, part: _Part, hardware: HardwareConfig, *, num_slots: int, positions: int, is_chunk: bool
 ) -> int:
-    """Bytes that a layer makes of the latents of `num_slots` slots of a row: all scores, also in fp32.
+    """Bytes that a layer makes of the latents of `num_slots` slots of a row.
 
-    A chunk of a prompt copies the latents, and a cache of fewer bits is unpacked. A chunk that expands them has keys
-    without positions and values of all heads by one product, and whole keys. Where keys and values differ in width,
-    CPUs have no fused attention: it copies the keys and keeps the scores, at last without the keys as scores,
-    probabilities, and a byte for each.
+    torch's operators make all scores, also in fp32. Operators of a device read rows as they are kept; on a GPU each
+    part of a text has its own sums, and on a CPU queries and sums are in fp32. A chunk of a prompt copies the latents,
+    and for torch a cache of fewer bits is unpacked. A chunk that expands them has keys without positions and values of
+    all heads by one product, and whole keys. Where keys and values differ in width, CPUs have no fused attention: it
+    copies the keys and keeps the scores, at last without the keys as scores, probabilities, and a byte for each.
     """
     shape, size, scored = model.shape, DTYPE_BYTES[model.dtype], 0
     copied = (is_chunk * size + model.has_own_cache * (size + 2)) * shape.latent_width
+    if not expands_latents(shape, positions) and model.has_latent_kernel(hardware):
+        kept = is_chunk * num_slots * model.slot_bytes(shape.num_key_value_heads) // model.num_attention_layers
+        of_query = shape.latent_width + shape.latent_rank
+        in_fp32 = of_query * model.dtype.is_short
+        if hardware.device == "cuda":
+            in_fp32 = engine.latent_parts(num_slots) * (shape.latent_rank + 1)
+        return kept + part.num_heads * positions * (of_query * size + 4 * in_fp32)
     if not expands_latents(shape, positions):
         casts = size if size < 4 else 0  # noqa: PLR2004 - bytes of fp32
         return num_slots * (copied + part.num_heads * positions * (size + 4 + casts))

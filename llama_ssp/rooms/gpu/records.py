@@ -11,6 +11,7 @@ BETWEEN = DeviceOperator(operation="between", device="cuda", make=f"{_ROOM}.betw
 ATTENTION_BY_LENGTH = DeviceOperator(
     operation="attention_by_length", device="cuda", make=f"{_ROOM}.attention:find_ours"
 )
+LATENTS = DeviceOperator(operation="latents", device="cuda", make=f"{_ROOM}.latents:find_latents")
 RECURRENCE = DeviceOperator(operation="recurrence", device="cuda", make=f"{_ROOM}.recurrence:find_recurrence")
 DRAW = DeviceOperator(operation="draw", device="cuda", make=f"{_ROOM}.draw:find_draw")
 SOFTMAX = DeviceOperator(operation="softmax", device="cuda", make=f"{_ROOM}.draw:find_softmax")

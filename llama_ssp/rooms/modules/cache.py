@@ -3,7 +3,7 @@
 Shapes: B sequences, T positions, U slots that may be read, N key-value heads, D head dim, M = B * T tokens.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ class LibraryCache(Cache):
     """The cache interface of transformers over a `StaticCache`, whose slots some `layers` have.
 
     Attributes:
+        of_latents: the layers whose attention takes both parts of a latent as they are kept.
         view, states: of the current forward; `states` is None without recurrent layers.
     """
 
@@ -25,6 +26,7 @@ class LibraryCache(Cache):
 
     def __init__(self, layers: Sequence[int]) -> None:
         super().__init__(layers=[])
+        self.of_latents: Collection[int] = ()
         self._places = {layer: place for place, layer in enumerate(layers)}
 
     def __len__(self) -> int:
@@ -45,7 +47,7 @@ class LibraryCache(Cache):
         place = self._places[layer_idx]
         if key_states.shape[-1] != value_states.shape[-1]:
             keys_MND, values_MND = (part.transpose(1, 2).flatten(0, 1) for part in (key_states, value_states))
-            return self.view.update_joint(keys_MND, values_MND, place)
+            return self.view.update_joint(keys_MND, values_MND, place, unpacks=layer_idx not in self.of_latents)
         written_M2ND = torch.cat([key_states, value_states], dim=1).transpose(1, 2).flatten(0, 1)
         return self.view.update(written_M2ND, place)
 

@@ -63,11 +63,7 @@ def check_gpt_neo(origin: WeightSource) -> None:
 
 
 def adapt_gpt_neo(model: PreTrainedModel) -> None:
-    """Replace the attention of every layer, and clamp positions to the table of position embeddings.
-
-    Its attention takes our masks, where transformers' slices its own by length. A round computes a few positions
-    beyond the context, but their tokens are never kept.
-    """
+    """Make the attention of every layer take our masks, where transformers' slices its own by length."""
     windows = GPT_NEO.windows_of(model.config)
     distinct = list(dict.fromkeys(windows))
     body: Any = model.transformer
@@ -75,8 +71,6 @@ def adapt_gpt_neo(model: PreTrainedModel) -> None:
         attention = block.attn.attention
         attention._attn = partial(_attend, attention, distinct.index(window))
         del attention.bias  # masks of the context's size squared
-    last = model.config.max_position_embeddings - 1
-    body.wpe.register_forward_pre_hook(lambda _table, positions: (positions[0].clamp(max=last),))
     model.config._attn_implementation = "sdpa"
 
 

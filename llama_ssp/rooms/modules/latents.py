@@ -7,12 +7,13 @@ The keys and values of a head h are products of a token's latent c, and its rota
     value          V_h c           so    output   V_h (sum over slots of the probability times c)
 
 A long chunk of a prompt makes keys and values of its slots, which is then less arithmetic (`engine.expands_latents`).
-Every family of transformers has one method for that, `expand_kv`, by which such an attention is recognized.
+Every family of transformers has one method for that, `expand_kv`, by which such an attention is recognized. What stands
+between the products with K and V is an operator of the device (`kernels.latents`).
 
 Source: DeepSeek-AI 2024, arXiv:2405.04434, section 2.1.2.
 
 Shapes: B sequences, T positions, H heads, D width of a key, S slots, R numbers of a latent, P of a rotary key, N of a
-key without it, V of a value, M = B * T tokens, Q = H * T queries.
+key without it, V of a value, M = B * T tokens.
 """
 
 from collections.abc import Iterator
@@ -23,7 +24,9 @@ from transformers import PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from llama_ssp.architectures.engine import expands_latents
+from llama_ssp.kernels.latents import find_attention
 from llama_ssp.kernels.linear import Kernel
+from llama_ssp.kernels.parts import KeptRows
 from llama_ssp.untyped import LibraryPart
 
 LATENT = "latent"
@@ -35,11 +38,16 @@ def attend_latents(
     module: LibraryPart, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *,
     scaling: float, **options: object,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """Attend with queries (B, H, T, D) to latents (B, 1, S, R) and rotary keys (B, 1, S, P); returns (B, T, H, V)."""
-    (batch_size, num_heads, num_positions, _), rank = query.shape, key.shape[-1]
-    of_key, of_value = module.qk_nope_head_dim, module.v_head_dim
+    """Attend with queries (B, H, T, D) to latents (B, 1, S, R) and rotary keys (B, 1, S, P); returns (B, T, H, V).
+
+    With a mask, both are as the cache keeps them.
+    """
+    num_heads, num_positions = query.shape[1:3]
+    of_key, of_value, rank = module.qk_nope_head_dim, module.v_head_dim, module.kv_lora_rank
     # A whole text without a mask is read without a cache, to compare with.
     if attention_mask is None or expands_latents(num_positions, rank=rank, made=of_key + of_value):
+        if attention_mask is not None:
+            key, value = (module.kept_latents.unpack(rows, query.dtype) for rows in (key, value))
         keys, values = type(module).expand_kv(module, key, value)
         attended, _ = sdpa_attention_forward(
             module, query, keys, values, attention_mask, scaling=scaling, **options  # type: ignore[arg-type]
@@ -47,25 +55,30 @@ def attend_latents(
         return attended, None
     made_HOR: Tensor = getattr(module, _PROJECTION).weight.view(num_heads, of_key + of_value, rank)
     keys_HNR, values_HVR = made_HOR.split([of_key, of_value], 1)
-    latents_BSR, rotary_BSP = key[:, 0], value[:, 0]
     plain_BHTN, rotated_BHTP = query.split([of_key, query.shape[-1] - of_key], -1)
 
-    def by_heads(x_BHTX: Tensor) -> Tensor:
-        return x_BHTX.transpose(0, 1).flatten(1, 2)
+    def by_heads(x_BHTX: Tensor, matrices_HXY: Tensor) -> Tensor:
+        x_HMY = x_BHTX.transpose(0, 1).flatten(1, 2) @ matrices_HXY
+        x_HBTY: Tensor = x_HMY.unflatten(1, (-1, num_positions))
+        return x_HBTY.transpose(0, 1)
 
-    def by_rows(x_HMX: Tensor) -> Tensor:
-        x_HBTX: Tensor = x_HMX.unflatten(1, (batch_size, num_positions))
-        return x_HBTX.transpose(0, 1)
+    queries_BHTD = torch.cat([by_heads(plain_BHTN, keys_HNR), rotated_BHTP], -1)
+    attended_BHTR = module.attend(queries_BHTD, key[:, 0], value[:, 0], attention_mask, scaling)
+    return by_heads(attended_BHTR, values_HVR.transpose(1, 2)).transpose(1, 2), None
 
-    queries_BQR = by_rows(by_heads(plain_BHTN) @ keys_HNR).flatten(1, 2)
-    scores_BQS = rotated_BHTP.flatten(1, 2) @ rotary_BSP.transpose(1, 2)
-    scores_BQS.baddbmm_(queries_BQR, latents_BSR.transpose(1, 2), beta=scaling, alpha=scaling)
-    scores_BHTS = scores_BQS.unflatten(1, (num_heads, num_positions)).add_(attention_mask)
-    at_least_fp32 = torch.promote_types(query.dtype, torch.float32)
-    weights_BQS = scores_BHTS.softmax(-1, dtype=at_least_fp32).to(query.dtype).flatten(1, 2)
-    attended_BHTR = (weights_BQS @ latents_BSR).unflatten(1, (num_heads, num_positions))
-    attended_BHTV = by_rows(by_heads(attended_BHTR) @ values_HVR.transpose(1, 2))
-    return attended_BHTV.transpose(1, 2), None
+
+def attend_kept(model: PreTrainedModel, kept: KeptRows) -> list[int]:
+    """Let attention that `use_latents` has changed read latents as a cache keeps them; returns the layers."""
+    found = []
+    for _, module in _attentions(model):
+        if module.expand_kv is _unchanged:
+            weight_OR = getattr(module, _PROJECTION).weight
+            num_heads = len(weight_OR) // (module.qk_nope_head_dim + module.v_head_dim)
+            sizes = {"num_heads": num_heads, "rank": module.kv_lora_rank, "rotary": module.qk_rope_head_dim}
+            module.kept_latents = kept
+            module.attend = find_attention(weight_OR.device, **sizes, kept=kept, dtype=weight_OR.dtype)
+            found.append(module.layer_idx)
+    return found
 
 
 def use_latents(model: PreTrainedModel) -> None:

@@ -25,6 +25,7 @@ from llama_ssp.rooms.modules.building import layers_of
 from llama_ssp.rooms.modules.cache import LibraryCache
 from llama_ssp.rooms.modules.experts import ExpertCounter, OwnExperts
 from llama_ssp.rooms.modules.families import mask_argument
+from llama_ssp.rooms.modules.latents import attend_kept
 from llama_ssp.rooms.modules.recurrent import mixers_of, state_of, use_own_kernels
 from llama_ssp.rooms.modules.tensor_parallel import GatheredLinear
 from llama_ssp.storage.formats import OWN_DTYPE
@@ -69,6 +70,7 @@ class ModuleRunner(CachedRunner):
         self._exit = layers[stage.layers.stop] if 0 < stage.layers.stop < len(layers) else None
         self._windows = record_of(model.config.model_type).windows_of(model.config)  # a forward makes masks of all
         self._library_cache = LibraryCache(self._slot_layers)
+        self._library_cache.of_latents = attend_kept(model, self._kept)
         if record_of(model.config.model_type).recurrent:
             self.layer_states = [*map(state_of, mixers_of(model))]
         kinds: Any = getattr(model.config, "layer_types", None) or ()
@@ -87,6 +89,7 @@ class ModuleRunner(CachedRunner):
             self._compare()
         self._cache, self._states, self._saved = None, None, None
         self._kept = rows_of(cache_dtype, self.dtype)
+        attend_kept(model, self._kept)
 
     @property
     def tables(self) -> tuple[nn.Module, nn.Module]:
@@ -185,7 +188,9 @@ class ModuleRunner(CachedRunner):
     ) -> Tensor:  # fmt: skip
         """See `Runner.forward`; embeddings (B, T, E) may stand in place of ids. Masks show any positions.
 
-        `part` is a model of some of the layers, which runs in place of all.
+        A round computes a few positions beyond the context, whose tokens are never kept: they get its last position,
+        since some models have a table of positions. `part` is a model of some of the layers, which runs in place of
+        all.
         """
         assert self._cache is not None, "allocate comes first"
         self._rows_BR = score_positions_BR
@@ -222,7 +227,8 @@ class ModuleRunner(CachedRunner):
         with self._tapped(taps, slots_M):
             logits_BRV = self._called(
                 part or self._model, ids_BT,
-                attention_mask=mask, position_ids=positions_BT, past_key_values=cache, use_cache=True,
+                attention_mask=mask, position_ids=positions_BT.clamp(max=self.max_position_embeddings - 1),
+                past_key_values=cache, use_cache=True,
             )  # fmt: skip
         if self._stage.behind:
             self._stage.send(leaving(logits_BRV.flatten(0, 1), self._stage, taps, slots_M), comm=self.comm)

@@ -19,6 +19,8 @@ from llama_ssp.architectures.family import check_servable, inventory, record_of
 from llama_ssp.architectures.reading import check_readable, read_config
 from llama_ssp.catalogue import Dtype
 from llama_ssp.errors import CheckpointError, ConfigError
+from llama_ssp.kernels.latents import by_torch
+from llama_ssp.kernels.parts import SINGLES
 from llama_ssp.models import prefill
 from llama_ssp.models.cache import Masks
 from llama_ssp.models.loading import check_model, load_model
@@ -308,7 +310,10 @@ def test_attention_by_position_gives_each_position_what_it_gets_alone_to_the_las
     module = SimpleNamespace(num_key_value_groups=2, training=False)
     query_BHTD, key_BNSD, value_BNSD = torch.randn(1, 8, 5, 64), torch.randn(1, 4, 300, 64), torch.randn(1, 4, 300, 64)
     if form == LATENT:
-        module = SimpleNamespace(qk_nope_head_dim=48, v_head_dim=32, kv_b_proj=nn.Linear(64, 8 * (48 + 32)))
+        module = SimpleNamespace(
+            qk_nope_head_dim=48, v_head_dim=32, kv_lora_rank=64, kv_b_proj=nn.Linear(64, 8 * (48 + 32)),
+            attend=partial(by_torch, kept=SINGLES),
+        )  # fmt: skip
         key_BNSD, value_BNSD = torch.randn(1, 1, 300, 64), torch.randn(1, 1, 300, 16)
     mask_B1TS = torch.zeros(1, 1, 5, 300).masked_fill_(torch.arange(300) > torch.arange(290, 295)[:, None], -torch.inf)
     options = {"scaling": 0.2, "softcap": 3.0} if form == SOFTCAPPED else {"scaling": 0.2}
@@ -320,11 +325,13 @@ def test_attention_by_position_gives_each_position_what_it_gets_alone_to_the_las
         assert torch.equal(joint[:, part], alone)
 
 
-def test_a_round_may_look_behind_the_last_position_that_gpt_neo_has_learned(tmp_path: Path) -> None:
+@pytest.mark.seconds
+@pytest.mark.parametrize("kind", ["gpt_neo", "gpt2", "gpt_bigcode", "opt", "biogpt"])
+def test_a_round_may_look_behind_the_last_position_that_a_model_has_learned(tmp_path: Path, kind: str) -> None:
     """Prompt and new tokens fill the context; the last rounds draft and verify behind it."""
     target, draft = tmp_path / "target", tmp_path / "draft"
-    model = build_checkpoint(target, "gpt_neo", max_position_embeddings=32)
-    build_checkpoint(draft, "gpt_neo", max_position_embeddings=32, num_hidden_layers=1)
+    model = build_checkpoint(target, kind, **MORE.get(kind, {}), max_position_embeddings=32)
+    build_checkpoint(draft, kind, **MORE.get(kind, {}), max_position_embeddings=32, num_hidden_layers=1)
     [request] = requests((20,), num_tokens=12)
     [done] = complete(make_decoder(load(target), load(draft), num_draft_tokens=5), [request])
     wanted = library_greedy(model, request.prompt_ids, num_tokens=12)

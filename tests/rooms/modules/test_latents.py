@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from llama_ssp import catalogue
 from llama_ssp.architectures.reading import read_config
 from llama_ssp.catalogue import Dtype
+from llama_ssp.machines import hardware
 from llama_ssp.models import prefill
 from llama_ssp.models.cache import Masks
 from llama_ssp.models.loading import load_model
@@ -239,10 +240,13 @@ class _Reads(TorchDispatchMode):
 
 
 @torch.inference_mode()
+@pytest.mark.parametrize("rotary", [8, 16])
 @pytest.mark.parametrize("num_slots", [128, 2048])
-def test_a_step_reads_the_bytes_of_the_plan(tmp_path: Path, num_slots: int) -> None:
-    """Weights once, latents for scores and for their sums, and the keys that all heads share once: no others."""
-    model = tiny_model("deepseek_v3", **LONG_RANK, max_position_embeddings=4096)
+def test_a_step_reads_the_bytes_of_the_plan(tmp_path: Path, num_slots: int, rotary: int) -> None:
+    """Weights once; latents once by the CPU's operator, by torch's for scores and for their sums; no others."""
+    machine = hardware.load("laptop_cpu")
+    sizes = {"qk_rope_head_dim": rotary, "head_dim": rotary, "max_position_embeddings": 4096}
+    model = tiny_model("deepseek_v3", **LONG_RANK | sizes)
     model.save_pretrained(tmp_path)
     runner = runner_of(model)
     runner.allocate(batch_size=1, capacity=num_slots)
@@ -254,7 +258,8 @@ def test_a_step_reads_the_bytes_of_the_plan(tmp_path: Path, num_slots: int) -> N
     shape = read_config(tmp_path)[0]
     planned = PlannedModel(name="mine", shape=shape, dtype=Dtype.fp32, quantization="none", by_library=True)
     (held,) = rank_shares(planned, num_ranks=1)
-    wanted = step_bytes(held, planned, device="cpu") + num_slots * planned.latent_read_bytes
+    assert planned.has_latent_kernel(machine) == (rotary == 16)
+    wanted = step_bytes(held, planned, device="cpu") + num_slots * planned.latent_read_bytes(machine)
     assert reads.num_bytes == pytest.approx(wanted, rel=0.05)
 
 

@@ -159,15 +159,21 @@ def test_long_contexts_are_planned_with_the_graphs_that_exist_at_a_time() -> Non
 
 
 @pytest.mark.seconds
-@pytest.mark.parametrize(("kind", "value_dim", "rank", "positions", "is_expanded"), [
-    ("deepseek_v3", 24, 16, 1, False), ("deepseek_v2", 16, 16, 512, False), ("deepseek_v3", 16, 64, 512, True),
-    ("deepseek_v2", 24, 64, 512, True),
+@pytest.mark.parametrize(("kind", "value_dim", "rank", "rotary", "positions", "is_expanded"), [
+    ("deepseek_v3", 24, 16, 8, 1, False), ("deepseek_v2", 16, 16, 8, 512, False), ("deepseek_v3", 16, 64, 8, 512, True),
+    ("deepseek_v2", 24, 64, 8, 512, True), ("deepseek_v3", 16, 16, 16, 512, False),
 ])  # fmt: skip
-def test_what_latents_are_made_into_is_planned_as_torch_allocates_it(
-    kind: str, value_dim: int, rank: int, positions: int, is_expanded: bool
+def test_what_latents_are_made_into_is_planned_as_torch_allocates_it(  # noqa: PLR0917 - a table
+    kind: str, value_dim: int, rank: int, rotary: int, positions: int, is_expanded: bool
 ) -> None:
-    """Scores of all heads, or keys and values, for 2048 slots, by far the most of what a forward allocates."""
-    sizes = {"v_head_dim": value_dim, "kv_lora_rank": rank, "max_position_embeddings": 4096}
+    """Scores of all heads, or keys and values, for 2048 slots, by far the most of what a forward allocates.
+
+    Rotary keys of 16 numbers have the CPU's operator, which makes neither: masks are then the most.
+    """
+    sizes = {
+        "v_head_dim": value_dim, "kv_lora_rank": rank, "qk_rope_head_dim": rotary, "head_dim": rotary,
+        "max_position_embeddings": 4096,
+    }  # fmt: skip
     module, num_slots, batch_size = tiny_model(kind, **sizes), 2048, 2
     module_of("modules.latents").use_latents(module)
     runner = module_runner(module)
@@ -195,7 +201,8 @@ def test_what_latents_are_made_into_is_planned_as_torch_allocates_it(
         max_new_tokens=num_slots - prompt - 1,
     )  # fmt: skip
     (planned,) = memory(spec, CPU)
-    assert planned.activations_bytes == pytest.approx(most, rel=0.02 if positions > 1 else 0.1)
+    by_torch = positions > 1 and not model.has_latent_kernel(CPU)
+    assert planned.activations_bytes == pytest.approx(most, rel=0.02 if by_torch else 0.1)
 
 
 def test_every_part_of_a_row_has_its_own_sums_in_a_round() -> None:

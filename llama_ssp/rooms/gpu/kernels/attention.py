@@ -31,7 +31,7 @@ MOST_ROWS = 64
 """Queries of a tile: the positions of a row times G."""
 _LEAST_ROWS = 16
 _WIDTH = 32
-_LOG2_E = 1.4426950408889634
+LOG2_E = 1.4426950408889634
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -54,7 +54,7 @@ KINDS = {torch.int8: 1, torch.float8_e4m3fn: 2}
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _unpacked(rows, starts, dims, is_slot, dtype: tl.constexpr, HEAD_DIM: tl.constexpr, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
+def unpacked(rows, starts, dims, is_slot, dtype: tl.constexpr, HEAD_DIM: tl.constexpr, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
     """The keys or values that begin at some places."""
     numbers = tl.load(
         rows + starts[:, None] + dims[None, :], mask=is_slot[:, None] & (dims < HEAD_DIM)[None, :], other=0
@@ -103,8 +103,8 @@ def attend_part(  # type: ignore[no-untyped-def]
     for at in range(start, stop, SLOTS):
         slots = at + tl.arange(0, SLOTS)
         here = (first_slot + slots) * slot_stride + head.to(tl.int64) * head_stride
-        key = _unpacked(keys, here, dims, slots < length, query.dtype, HEAD_DIM, KIND)
-        value = _unpacked(values, here, dims, slots < length, query.dtype, HEAD_DIM, KIND)
+        key = unpacked(keys, here, dims, slots < length, query.dtype, HEAD_DIM, KIND)
+        value = unpacked(values, here, dims, slots < length, query.dtype, HEAD_DIM, KIND)
         scores = tl.dot(query, tl.trans(key)) * scale
         is_seen = slots[None, :] <= positions[:, None]
         if HAS_WINDOW:
@@ -175,7 +175,7 @@ def attend(
     shared |= chained(queries_QHD.device)
     attend_part[num_parts, num_kv_heads, num_sequences](
         queries_QHD, keys_SNW, values_SNW, sequences.first_query_C1, sequences.first_slot_C1, sequences.used_C,
-        parts_QHCD, sums_QHC, scale * _LOG2_E, left, num_parts,
+        parts_QHCD, sums_QHC, scale * LOG2_E, left, num_parts,
         queries_QHD.stride(0), queries_QHD.stride(1), keys_SNW.stride(0), keys_SNW.stride(1),
         GROUP=group, DIMS=max(int(triton.next_power_of_2(head_dim)), PART_SLOTS), ROWS=rows, **shared,
         KIND=KINDS.get(kept.dtype, 0) if kept else 0,
