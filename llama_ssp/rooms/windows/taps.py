@@ -38,11 +38,9 @@ class WindowTaps(Taps):
         super().allocate(batch_size=batch_size, num_slots=most)
         if self.num_allocations != before:
             self._stops_B1 = torch.zeros(batch_size, 1, dtype=torch.int64, device=self._device)
+            # A tensor: traces outlive the size.
+            self._num_newest = torch.tensor(max(self._num_slots - 1 - self._sinks, 1), device=self._device)
             self._of_prompts = _OfPrompts(self)
-
-    @property
-    def _num_newest(self) -> int:
-        return max(self._num_slots - 1 - self._sinks, 1)
 
     def of_prompts(self, lengths_R: Tensor, rows: Sequence[int]) -> Taps:
         """See `Taps.of_prompts`."""
