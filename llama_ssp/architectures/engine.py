@@ -89,6 +89,15 @@ def window_slots(num_kept: int, num_drafted: int) -> int:
     return whole_steps(num_kept + CATCH_UP_CHUNK + num_drafted + 1)
 
 
+def tap_slots(num_kept: int, num_drafted: int, *, num_slots: int) -> int:
+    """Slots of a row's taps for a head that keeps `num_kept` pairs, of a target with `num_slots`.
+
+    A head that begins anew reads the window before the K + 1 newest pairs, while rounds write as many beyond them; rows
+    of texts that have ended may be two rounds further. One slot takes what is not read.
+    """
+    return min(num_kept + 4 * (num_drafted + 1) + 3, num_slots + 1)
+
+
 CATCH_UP_CHUNK = 64  # Tokens that a draft model reads at once after rounds in which it did not draft.
 
 

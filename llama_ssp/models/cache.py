@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from llama_ssp.architectures.engine import saves_states
+from llama_ssp.architectures.engine import PREFILL_CHUNK, saves_states
 from llama_ssp.architectures.family import Chunk, num_positions, record_of, with_slots
 from llama_ssp.kernels.parts import KeptRows, rows_of
 from llama_ssp.models.states import LayerState, StateCache
@@ -367,6 +367,10 @@ class Taps(Workspace):
         self._first_B1 = torch.arange(batch_size, device=self._device)[:, None] * num_slots
         self.num_allocations += 1
 
+    def of_prompts(self, lengths_R: Tensor, rows: Sequence[int]) -> "Taps":  # noqa: ARG002
+        """The taps that forwards of prompts of these lengths write, which become these rows."""
+        return self
+
     def in_rows(self) -> Tensor:
         """The taps by rows and slots, (B, S, X)."""
         return self._kept_MX.view(self.num_rows, self._num_slots, -1)
@@ -406,6 +410,21 @@ class Taps(Workspace):
         kept_BSX = self.in_rows()
         for row in to_rows:
             kept_BSX[row, :num_tokens].copy_(kept_BSX[from_row, :num_tokens])
+
+    def clear(self, rows: Iterable[int]) -> None:
+        """Overwrite rows by zeros; see `StaticCache.clear`."""
+        for row in rows:
+            self.in_rows()[row].zero_()
+
+    def read_of_prompts(self, lengths_R: Tensor, *, first: int, longest: int) -> Iterator[Tensor]:
+        """The positions (R, T) of prompts, from `first` on, whose taps a head reads, by chunks."""
+        for start in range(first, longest, PREFILL_CHUNK):
+            positions_T = torch.arange(start, min(start + PREFILL_CHUNK, longest), device=lengths_R.device)
+            yield positions_T.expand(len(lengths_R), -1)
+
+    def num_read(self, num_new: int) -> int:
+        """How many of the newest `num_new` tokens a head reads the taps of."""
+        return num_new
 
     def share(self, positions_BT: Tensor, rows_B: Tensor | None = None, *, comm: Comm, src: int) -> None:
         """Give all ranks of `comm` the taps that rank `src` has at positions of rows."""

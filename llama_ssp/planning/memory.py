@@ -219,7 +219,7 @@ def _rank_memory(spec: PlanSpec, hardware: HardwareConfig, rank: int, target: _P
     terms = spec.free_terms
     own_slots = terms.copied_slots and terms.copied_slots + spec.round_positions
     held_slots, held_rows = num_slots + spec.spare_rows * spec.num_slots, spec.batch_size + spec.spare_rows
-    taps_bytes = held_slots * spec.tap_bytes  # where a head reads them, or they are sent from
+    taps_bytes = held_rows * spec.tap_slots * spec.tap_bytes  # where a head reads them, or they are sent from
     uniforms = 3 * spec.num_draft_tokens * spec.drafts + 4
     # All that the rows can need, in fp64, twice while all rows are admitted at once.
     uniforms_bytes = 2 * 8 * spec.batch_size * (spec.max_new_tokens + 1) * uniforms

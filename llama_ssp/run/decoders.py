@@ -27,10 +27,18 @@ from llama_ssp.run.requests import RequestMaker
 from llama_ssp.settings.backends import BACKENDS, backend_of
 from llama_ssp.settings.checks import check_values
 from llama_ssp.settings.constraints import constraint_asked
-from llama_ssp.settings.drafters import SAME, DraftVocabulary, drafter_of, drafts, drafts_greedily, vocabulary_of
+from llama_ssp.settings.drafters import (
+    SAME,
+    DraftVocabulary,
+    cache_of,
+    drafter_of,
+    drafts,
+    drafts_greedily,
+    vocabulary_of,
+)
 from llama_ssp.settings.layout import Layout, lay_out
 from llama_ssp.settings.rules import AT_ZERO
-from llama_ssp.settings.schema import RunConfig
+from llama_ssp.settings.schema import DrafterConfig, RunConfig
 from llama_ssp.settings.tasks import task_of
 from llama_ssp.speculate.drafters.limited import DraftLimit
 from llama_ssp.speculate.drafters.maker import make_drafters, tree_of
@@ -48,7 +56,7 @@ from llama_ssp.speculate.sampling.by_row import RowSteps
 from llama_ssp.speculate.sampling.rules import ForcedLengths, make_rule
 from llama_ssp.speculate.sampling.shards import WHOLE, Shard
 from llama_ssp.speculate.sampling.trees import verify_tree
-from llama_ssp.weights.source import tap_source
+from llama_ssp.weights.source import TapSource, tap_source
 from llama_ssp.words import said
 from llama_ssp.workspaces import InPlace
 
@@ -82,15 +90,26 @@ class Models:
     vocabulary: DraftVocabulary = SAME
     prepared: Any = None
 
-    def make_taps(self) -> Taps | None:
-        """The taps of the target that a draft head will read, on the ranks that keep them; None elsewhere."""
-        head = tap_source(self.sources[-1].origin) if self.sources else None
+    @property
+    def head(self) -> TapSource | None:
+        """The draft head, on every rank; None without one."""
+        return tap_source(self.sources[-1].origin) if self.sources else None
+
+    def make_taps(self, draft: DrafterConfig | None = None, *, num_drafted: int = 0) -> Taps | None:
+        """The taps of the target that a draft head will read, on the ranks that keep them; None elsewhere.
+
+        They are of all tokens, or of what settings `draft` let a head see while rounds draft up to `num_drafted`.
+        """
+        head = self.head
         layout = self.mesh.layout
         passes_on = layout.num_stages > 1 and self.mesh.target
         if head is None or not (self.draft or layout.is_apart or passes_on):
             return None
         dtype, width = self.sources[0].dtype or head.target.dtype, head.target.shape.hidden_size
-        return Taps(head.layers, width=width, dtype=dtype, device=self.target.device)
+        make: Callable[..., Taps] = Taps
+        if draft and (kept := cache_of(draft)):
+            make = partial(imported(kept.taps, setting="draft"), draft=draft, num_drafted=num_drafted)
+        return make(head.layers, width=width, dtype=dtype, device=self.target.device)
 
     @property
     def draft_context(self) -> int | None:
@@ -323,7 +342,9 @@ def build_decoder(
     mesh, device = models.mesh, models.target.device
     is_cut = len(mesh.layout.scoring_ranks) > 1 and not backend_of(config.placement.target.kind).by_library
     split = BatchSplit(mesh.replica, mesh.layout.draft_ranks) if speculative and mesh.layout.splits_batch else None
-    taps, tree = (models.make_taps(), tree_of(config, device)) if speculative else (None, None)
+    tree = tree_of(config, device) if speculative else None
+    taps = models.make_taps(config.draft, num_drafted=config.most_draft_tokens) if speculative else None
+    kept = cache_of(config.draft) if speculative and models.head else None
     of_trees = partial(verify_tree, tree) if tree else None
     of_target, of_draft = _shards_of(models, config) if is_cut else (WHOLE, WHOLE)
     steps = RowSteps() if config.sampling.by_row else None
@@ -363,7 +384,9 @@ def build_decoder(
         executor=make_executor(round_, cuda_graphs=captures),
         batch_size=config.batch_size,
         eos_ids=() if config.ignore_eos else models.eos_ids,
-        reuse=replace(models.reuse, num_spare=config.spare_rows),
+        reuse=replace(
+            models.reuse, num_spare=config.spare_rows, num_tapped=kept.num_kept(config.draft) if kept else None
+        ),
         threads=operators.made("threads", device.type, torch.get_num_threads()) if is_free else None,
         constrain=(lambda request: constraint_of(request.sampling or config.sampling, vocabulary))
         if has_masks
