@@ -144,7 +144,14 @@ def test_torchs_operators_are_near_fp64(name: str) -> None:
 @pytest.mark.heavy
 @pytest.mark.parametrize(
     "name",
-    ["graphs-fp32-batch-3", "rounds-head-2x2x1-fp32", "greedy-text", "near-fp32-int8_weight_only", "no-waits-replayed"],
+    [
+        "graphs-fp32-batch-3",
+        "rounds-head-2x2x1-fp32",
+        "greedy-text",
+        "near-fp32-int8_weight_only",
+        "no-waits-replayed",
+        "equal-bits-bf16",
+    ],
 )
 def test_the_engine_is_without_fault_on_a_cpu(name: str) -> None:
     with torch.inference_mode():
