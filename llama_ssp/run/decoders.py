@@ -346,7 +346,8 @@ def build_decoder(
     Raises ConfigError as `check_values`, whatever its caller has checked.
     """
     mesh, device = models.mesh, models.target.device
-    check_values(replace(config, device=DeviceKind(device.type)))
+    is_open = config.device is DeviceKind.auto
+    check_values(replace(config, device=DeviceKind(device.type)) if is_open else config)
     is_cut = len(mesh.layout.scoring_ranks) > 1 and not backend_of(config.placement.target.kind).by_library
     split = BatchSplit(mesh.replica, mesh.layout.draft_ranks) if speculative and mesh.layout.splits_batch else None
     taps, tree = (models.make_taps(), tree_of(config, device)) if speculative else (None, None)

@@ -60,8 +60,9 @@ def _of_model(key: str, model: ModelConfig) -> Iterator[str]:
         )
         return
     value_bytes = DTYPE_BYTES.get(number_format(model, device="cuda"), 2)
-    how = {"value_bytes": value_bytes, "head_dim": shape.head_dim, "rounds_inputs": False}
-    if not reads_by_length(capability=FIRST_CAPABILITY_BY_LENGTH, **how):
+    if not reads_by_length(
+        capability=FIRST_CAPABILITY_BY_LENGTH, value_bytes=value_bytes, head_dim=shape.head_dim, rounds_inputs=False
+    ):
         yield (
             f"numbers in 16 bits and heads of at most {LARGEST_HEAD_BY_LENGTH} dimensions in steps of 8 on a GPU, and "
             f"{said(key, model.name)} has {8 * value_bytes} bits and heads of {shape.head_dim}: use "

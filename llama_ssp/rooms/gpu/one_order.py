@@ -56,9 +56,9 @@ class OneOrder(EqualBits):
         def made(weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
             linear = (make or make_linear)(weight_OI, bias_O)
             if isinstance(linear, PlainLinear) and linear.weight_OI.dtype in HALVES:
-                how = {"few_rows": self._few_rows, "most_rows": _ROWS_AT_ONCE}
-                return _InBlocks(HalvesLinear(linear.weight_OI, linear.bias_O, **how))
-            packed = [*find_parts(linear, WeightOnlyLinear, seen=set())]
+                weight_OI, bias_O = linear.weight_OI, linear.bias_O
+                return _InBlocks(HalvesLinear(weight_OI, bias_O, few_rows=self._few_rows, most_rows=_ROWS_AT_ONCE))
+            packed = [*find_parts(linear, WeightOnlyLinear, seen=set())]  # type: ignore[type-abstract]
             self.holds = self.holds and bool(packed) and all(part.has_few_rows for part in packed)
             for part in packed:
                 part.most_rows = _ROWS_AT_ONCE
@@ -70,8 +70,8 @@ class OneOrder(EqualBits):
         self, heads: Heads, *, device: torch.device, dtype: torch.dtype, has_windows: bool, kept: KeptRows
     ) -> VarlenAttention | None:
         """See `EqualBits`."""
-        how = {"device": device, "dtype": dtype, "has_windows": has_windows, "kept": kept}
-        found = attempt(partial(_tried_attention, heads, **how), instead=_INSTEAD)
+        try_out = partial(_tried_attention, heads, device=device, dtype=dtype, has_windows=has_windows, kept=kept)
+        found = attempt(try_out, instead=_INSTEAD)
         self.holds = self.holds and found is not None
         return found
 
@@ -119,9 +119,9 @@ def _tried_attention(
 
     def attended(first: int, number: int, window: int | None) -> Tensor:
         used = _CHECKED_SLOTS - _CHECKED_POSITIONS + first + number
-        numbers = [torch.tensor(of, dtype=torch.int32, device=device) for of in ([0, number], [0, 0], [used])]
-        sequences, own_QHD = Sequences(*numbers, number, _CHECKED_SLOTS), queries_QHD[first : first + number]
-        return ours(own_QHD, *pools, sequences, scale=heads.scale, window=window)
+        numbers = partial(torch.tensor, dtype=torch.int32, device=device)
+        sequences = Sequences(numbers([0, number]), numbers([0, 0]), numbers([used]), number, _CHECKED_SLOTS)
+        return ours(queries_QHD[first : first + number], *pools, sequences, scale=heads.scale, window=window)
 
     for window in (None, 100) if has_windows else (None,):
         alone = [attended(place, 1, window) for place in range(_CHECKED_POSITIONS)]

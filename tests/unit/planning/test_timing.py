@@ -303,4 +303,4 @@ def test_prompts_cost_more_with_equal_bits_and_steps_of_a_row_as_much(quantizati
     made = partial(make_spec, "7B", prompt_tokens=512, of_target={"quantization": quantization})
     times = [times_of(made(equal_bits=is_equal), A100) for is_equal in (False, True)]
     assert times[1].target_forward.total_s == pytest.approx(times[0].target_forward.total_s)
-    assert 2 < times[1].prefill_s / times[0].prefill_s < 12
+    assert 1.5 < times[1].prefill_s / times[0].prefill_s < 12
