@@ -41,7 +41,7 @@ from llama_ssp.models.states import StateCache
 from llama_ssp.models.weights import Loading
 from llama_ssp.operators import OPERATORS
 from llama_ssp.rooms.gpu import attention as choice
-from llama_ssp.rooms.gpu import records
+from llama_ssp.rooms.gpu import one_order, records
 from llama_ssp.rooms.gpu import recurrence as choice_of_recurrence
 from llama_ssp.rooms.gpu.kernels import attention as attention_gpu
 from llama_ssp.rooms.gpu.kernels import between as between_gpu
@@ -292,20 +292,20 @@ def whole_model_of_equal_bits(kind: str, quantization: str = "none") -> None:
         loading = Loading(origin, device=CPU, reproducible=True, precision=precision)
         runner = LeanRunner(loading, kernel=linear.PlainLinear, varlen=varlen_attention)
     assert runner.is_invariant
-    runner.allocate(batch_size=3, capacity=40)
-    ids = random_ids(3, 30)
+    runner.allocate(batch_size=2, capacity=40)
+    ids = random_ids(2, 30)
 
     def read(rows: Sequence[int], first: int, number: int) -> Tensor:
         places = (first + torch.arange(number)).expand(len(rows), -1).contiguous()
         of = torch.tensor([*rows])
         return runner.forward(ids[of].gather(1, places), places, bucket=40, cache_rows_B=of)
 
-    alone = torch.cat([torch.cat([read([row], at, 1) for at in range(20)], 1) for row in range(3)])
-    for rows, first, number in (([0, 1, 2], 15, 5), ([2, 0], 17, 2), ([1], 11, 9), ([0, 1, 2], 0, 20)):
+    alone = torch.cat([torch.cat([read([row], at, 1) for at in range(18)], 1) for row in range(2)])
+    for rows, first, number in (([1, 0], 15, 3), ([1], 9, 9), ([0, 1], 0, 18)):
         assert torch.equal(read(rows, first, number), alone[rows, first : first + number]), (rows, number)
-    prompts = Prompts(ids, torch.tensor([20, 13]), [20, 13], longest=20)
+    prompts = Prompts(ids, torch.tensor([18, 13]), [18, 13], longest=18)
     found = read_prompts(runner, prompts, rows=[0, 1], buckets=Buckets(step=40, num_slots=40))
-    assert torch.equal(found, torch.stack([alone[0, 19], alone[1, 12]]))
+    assert torch.equal(found, torch.stack([alone[0, 17], alone[1, 12]]))
 
 
 def equal_bits() -> None:
@@ -316,10 +316,9 @@ def equal_bits() -> None:
 
 
 def models_of_equal_bits() -> None:
-    """Plain and packed weights, windows, norms of heads."""
-    with dots_in_order():
+    """Plain and packed weights, and windows."""
+    with dots_in_order(), patch.object(one_order, "_CHECKED_SLOTS", 60):
         whole_model_of_equal_bits("mistral, window")
-        whole_model_of_equal_bits("qwen3")
         whole_model_of_equal_bits("llama", "int8_weight_only")
 
 
