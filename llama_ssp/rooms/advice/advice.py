@@ -3,7 +3,7 @@
 Changes are judged by what the user loses:
 
     nothing   the draft has another place or fewer bits, is another one, or none: the text has the same distribution;
-              no CUDA graphs, which takes time alone
+              other layers on each stage; no CUDA graphs, which takes time alone
     little    linear layers in 8 bits, fewer rows at a time
     more      linear layers in 4 bits, a shorter prompt, more GPUs or nodes, another machine
     model     a smaller target, if nothing else fits
@@ -293,6 +293,11 @@ def _accepted(change: Change, known: set[str]) -> Change | None:
 
 
 def _ways(spec: PlanSpec, hardware: HardwareConfig) -> Iterator[Change]:
+    if spec.layers:
+        counts = tuple(map(len, replace(spec, layers=None).stages))
+        numbers = f"placement.target.layers=[{','.join(map(str, counts))}]"
+        shared = replace(spec, layers=counts)
+        yield Change(kind="layers", loss=Loss.nothing, settings=(numbers,), spec=shared, hardware=hardware)
     yield from _drafts(spec, hardware)
     if spec.cuda_graphs:
         without = replace(spec, cuda_graphs=False)

@@ -126,6 +126,13 @@ def changes_of(key: str, spec: PlanSpec, machine: HardwareConfig) -> list[dict[s
     return [settings for settings in named if key in settings]
 
 
+def test_a_stage_that_does_not_fit_gets_the_numbers_of_layers_that_would() -> None:
+    fitting = make_spec("65B_8bit", num_ranks=4, num_stages=2)
+    found = changes_that_fit(replace(fitting, layers=(60, 20)), A10G)
+    assert found[0].settings == ("placement.target.layers=[40,40]",)
+    assert found[0].spec.stages == fitting.stages
+
+
 @pytest.mark.parametrize(
     ("spec", "machine"),
     [
