@@ -311,8 +311,14 @@ def whole_model_of_equal_bits(kind: str, quantization: str = "none") -> None:
 def equal_bits() -> None:
     """Everything that `reproducible=true` runs."""
     with dots_in_order():
-        for each in (bits_of_all_rows, bits_of_equal_parts, bits_of_prompts, planted_splits_are_found):
+        for each in (bits_of_all_rows, bits_of_equal_parts, planted_splits_are_found):
             each()
+
+
+def prompts_of_equal_bits() -> None:
+    """The part of `equal_bits` that takes seconds."""
+    with dots_in_order():
+        bits_of_prompts()
 
 
 def models_of_equal_bits() -> None:
@@ -729,6 +735,7 @@ PARTS: dict[str, Sequence[Callable[[], None]]] = {
     ],
     "own bits": [own_bits],
     "equal bits": [equal_bits],
+    "prompts of equal bits": [prompts_of_equal_bits],
     "models of equal bits": [models_of_equal_bits],
     "recurrent layers": [recurrent_layers, wrong_recurrence_is_not_used],
     "several ranks": [several_ranks],

@@ -11,6 +11,7 @@ from torch import Tensor
 from llama_ssp.architectures.reading import read_config
 from llama_ssp.errors import ConfigError
 from llama_ssp.kernels.linear import FewRows, PlainLinear
+from llama_ssp.kernels.parts import Heads, KeptRows
 from llama_ssp.models.quantization.weight_only import WeightOnlyLinear
 from llama_ssp.rooms.eight_bits.linear import _Int8WeightOnly
 from llama_ssp.rooms.gpu import one_order
@@ -96,3 +97,21 @@ def test_a_plan_for_gpus_is_refused_by_the_same_sentence() -> None:
     config: Any = to_run_config(composed)
     with pytest.raises(ConfigError, match="chains on a GPU"):
         check_plan(config)
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_operators_hold_on_this_gpu(dtype: torch.dtype) -> None:
+    from llama_ssp.rooms.gpu.kernels.linear import product_of_few_rows
+
+    device = torch.device("cuda")
+    equal = one_order.find_equal_bits(torch.empty(0, dtype=dtype, device=device))
+    assert equal
+    for num, num_kv, dim in ((32, 8, 128), (32, 32, 128), (9, 3, 64), (8, 1, 256)):
+        how: Any = {"device": device, "dtype": dtype, "has_windows": True, "kept": KeptRows(dtype)}
+        assert equal.attention(Heads(num, num_kv, dim, dim**-0.5), **how)
+    for num_outputs, num_inputs in ((4096, 4096), (576, 1536), (1000, 1104), (128, 8192)):
+        weight_OI, x_MI = (torch.randn(size, num_inputs).to(device, dtype) for size in (num_outputs, 512))
+        whole_MO = product_of_few_rows(x_MI, weight_OI)
+        for num_rows in (*range(1, 18), 33, 100):
+            assert torch.equal(product_of_few_rows(x_MI[:num_rows], weight_OI), whole_MO[:num_rows]), num_rows

@@ -18,7 +18,7 @@ from llama_ssp.architectures.engine import PART_SLOTS, equal_part_slots, equal_t
 from llama_ssp.architectures.matrices import tokens_of_a_block
 from llama_ssp.kernels.parts import rows_of
 from llama_ssp.storage.formats import CACHES
-from tests.helpers.lanes import grid, slow
+from tests.helpers.lanes import grid, heavy, slow
 from tests.rooms.gpu.ahead_of_time import CAPABILITIES, CHAINED, Compiled, compile_kernel
 
 pytestmark = pytest.mark.triton
@@ -177,6 +177,7 @@ def test_norms_and_gates_need_no_stack_and_read_weights_alone_before_they_wait(
         ["qwen3", "recurrent layers"],
         ["quantized cache", "several ranks"],
         slow(["own bits"]),
+        heavy(["prompts of equal bits"]),
         slow(["equal bits"]),
         slow(["models of equal bits"]),
         slow(["llama, no groups", "mistral, window", "qwen3 by masks", "quantized weights"]),
