@@ -32,6 +32,12 @@ of 1000 slots and 8 key-value heads took 48, 52 and 74.
 LATENT_PARTS, LATENT_QUERIES = (64, 64, 512), 32
 """Attention to latents on a GPU cuts a text into so many parts of so many slots, then into longer ones; the most
 queries of a program that reads one."""
+EQUAL_PARTS_BYTES, _EQUAL_ROWS = 2**26, 32
+"""Sums of attention with `reproducible=true` on a GPU that are kept at once, and the rows of its tiles.
+
+Derived, not measured: a GPU's second cache holds most of the former, and the latter are the positions of a round by 4
+to 8 queries of a key-value head.
+"""
 OWN_SUM_BYTES, OWN_SUM_RANKS = 2**18, 8
 """The most bytes of a sum by the program's own kernel, beyond which a ring sends fewer, and the most ranks."""
 SOFTMAX_TOKENS = 1024
@@ -134,6 +140,16 @@ def reads_by_length(*, capability: float, value_bytes: int, head_dim: int, round
 def most_parts(num_kv_heads: int) -> int:
     """The most parts of a row whose slots the lean decoder's attention splits over programs, a power of 2."""
     return 1 << math.ceil(math.log2(max(ROW_PROGRAMS / num_kv_heads, 1)))
+
+
+def equal_part_slots(num_kv_heads: int) -> int:
+    """The slots of every part of a row with `reproducible=true`: 256 programs of a row of 2048 slots, as above."""
+    return min(max(8 << math.ceil(math.log2(num_kv_heads)), PART_SLOTS), ROW_PROGRAMS)
+
+
+def equal_tile_rows(group: int) -> int:
+    """The rows of its tiles, a power of 2: all `group` queries of a key-value head at some positions."""
+    return max(_EQUAL_ROWS, 1 << math.ceil(math.log2(group)))
 
 
 def short_size(num_tokens: int) -> int:

@@ -99,6 +99,7 @@ class PlanSpec:
         guesses_tokens: the tokens of the prompts are guesses.
         cuda_graphs: whether forwards are captured; otherwise every operator is launched from Python.
         own_sums: ranks in a node sum by the program's kernel, if the machine's GPUs can.
+        equal_bits: GPUs run the kernels of `reproducible=true`, which prompts pay for.
     """
 
     target: PlannedModel
@@ -139,6 +140,7 @@ class PlanSpec:
     layers: tuple[int, ...] | None = None
     num_groups: int | None = None
     own_sums: bool = False
+    equal_bits: bool = False
     known_by: tuple[FindAcceptance, ...] = ()
     other_kernels: engine.Kernels | None = None
 
@@ -426,6 +428,7 @@ def make_spec(
         max_new_tokens=config.max_new_tokens,
         cuda_graphs=config.cuda_graphs and device == "cuda" and not backend.by_library,
         own_sums=config.own_sums and device == "cuda",
+        equal_bits=config.reproducible and device == "cuda",
         device=device,
     )
 

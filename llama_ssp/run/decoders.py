@@ -34,11 +34,12 @@ from llama_ssp.settings.drafters import (
     drafter_of,
     drafts,
     drafts_greedily,
+    reads_draft_probs,
     vocabulary_of,
 )
 from llama_ssp.settings.layout import Layout, lay_out
 from llama_ssp.settings.rules import AT_ZERO
-from llama_ssp.settings.schema import DrafterConfig, RunConfig
+from llama_ssp.settings.schema import DeviceKind, DrafterConfig, RunConfig
 from llama_ssp.settings.tasks import task_of
 from llama_ssp.speculate.drafters.limited import DraftLimit
 from llama_ssp.speculate.drafters.maker import make_drafters, tree_of
@@ -158,6 +159,7 @@ def load_models(
             load = imported(backend.load, setting=BACKENDS.setting)
             stage = _stage_of(mesh, config, target_source)
             how = {"comm": mesh.target, "stage": stage, "devices": world.free_devices}
+            how["reproducible"] = config.reproducible
             target = _loaded("target", target_source, load, world, progress, **how)
     target.agree(mesh.replica)
     alone = Models(
@@ -165,20 +167,28 @@ def load_models(
         tokenizer=target_source.tokenizer, eos_ids=target_source.eos_ids, context=context, sources=(target_source,),
     )  # fmt: skip
     models = with_draft(alone, config, world, draft_source, progress=progress)
-    if config.reproducible and not models.reuse.are_invariant:
+    if config.reproducible and not are_reproducible(models, config):
         raise ConfigError(_why_not_reproducible(models))
     return models
 
 
+def are_reproducible(models: Models, config: RunConfig) -> bool:
+    """Whether the bits of the logits that decide texts depend on no draft, K, batch and number of threads."""
+    return models.reuse.are_invariant or (models.target.is_invariant and not reads_draft_probs(config))
+
+
 def _why_not_reproducible(models: Models) -> str:
     """What no check of settings and files could know (`combinations`)."""
-    reason = (
-        "needs compiled products and attention for all layers of all models, and this machine has none for some of "
-        "theirs (the guide to reproducible texts lists instructions, formats and sizes): leave it out, or use another "
-        "model.quantization or number of ranks"
+    found = "compiled products and attention for all layers of all models, and this machine has none for some of theirs"
+    if models.target.device.type != "cpu":
+        found = (
+            "our kernels for all layers of one rank, in 16 bits on an NVIDIA GPU since A100 (8.0), and this GPU, "
+            "number of ranks or model has none for some (a warning says of a kernel why it does not work here)"
+        )
+    return (
+        f"{said('reproducible', True)} needs {found}: the guide to reproducible texts lists instructions, formats and "
+        "sizes; leave it out, or use another model.quantization or number of ranks"
     )
-    is_cpu = models.target.device.type == "cpu"
-    return f"{said('reproducible', True)} {reason if is_cpu else 'is for CPUs so far: leave it out, or use device=cpu'}"
 
 
 Progress = Callable[[str, int, int], None]
@@ -206,12 +216,13 @@ def with_draft(
         how: dict[str, Any]
         if copied:
             inner = ModelStage(number=1, num_stages=3, layers=range(copied[1]))  # without tables
-            how = {"comm": mesh.target, "stage": inner}
+            how = {"comm": mesh.target, "stage": inner, "reproducible": config.reproducible}
             prepared = _loaded("draft", copied[0], load_model, world, progress, **how)
         if source and mesh.draft:
             layout, by_library = mesh.layout, backend_of(config.placement.target.kind).by_library
             shares = _share(layout) and not by_library
             how = {"comm": mesh.draft, "whole": DRAFT_WHOLE, "target": target if shares else None}
+            how["reproducible"] = _orders_draft(source, config)
             draft = _loaded("draft", source, load_model, world, progress, **how)
     if draft and mesh.draft:
         draft.agree(mesh.draft)
@@ -249,10 +260,12 @@ def update_models(
     with raise_on_all_ranks(world.comm):
         if target_source and mesh.target:
             how: dict[str, Any] = {"comm": mesh.target, "stage": _stage_of(mesh, config, target_source)}
+            how["reproducible"] = config.reproducible
             target = _updated(target, target_source, device=world.device, **how)
         if draft_source and draft and mesh.draft:
             shared = target if _share(mesh.layout) else None
             how = {"comm": mesh.draft, "whole": DRAFT_WHOLE, "target": shared}
+            how["reproducible"] = _orders_draft(draft_source, config)
             draft = _updated(draft, draft_source, device=world.device, **how)
     target.agree(mesh.replica)
     if draft and mesh.draft:
@@ -262,6 +275,11 @@ def update_models(
     all_keep = all(world.comm.gather_text("kept" if is_kept else ""))
     mesh.set_timeout(config.timeouts.decode_s)
     return replace(models, target=target, draft=draft, reuse=reuse), all_keep
+
+
+def _orders_draft(source: Source, config: RunConfig) -> bool:
+    """Whether a draft takes operators for `reproducible=true`; heads have products outside of the decoder's layers."""
+    return config.reproducible and not source.origin.shape.is_head
 
 
 def _share(layout: Layout) -> bool:
@@ -338,8 +356,9 @@ def build_decoder(
 
     Raises ConfigError as `check_values`, whatever its caller has checked.
     """
-    check_values(config)
     mesh, device = models.mesh, models.target.device
+    is_open = config.device is DeviceKind.auto
+    check_values(replace(config, device=DeviceKind(device.type)) if is_open else config)
     is_cut = len(mesh.layout.scoring_ranks) > 1 and not backend_of(config.placement.target.kind).by_library
     split = BatchSplit(mesh.replica, mesh.layout.draft_ranks) if speculative and mesh.layout.splits_batch else None
     tree = tree_of(config, device) if speculative else None

@@ -9,6 +9,7 @@ from llama_ssp.fields import setting
 from llama_ssp.groups import Range, whole
 from llama_ssp.registry import Registry
 from llama_ssp.settings import schema
+from llama_ssp.settings.rules import RULES
 from llama_ssp.settings.schema import DrafterConfig, RunConfig
 from llama_ssp.settings.tasks import NoEffect
 from llama_ssp.settings.trees import TreeShape
@@ -226,6 +227,12 @@ class ModelDraftConfig(DrafterConfig):
 def drafts_greedily(draft: DrafterConfig) -> bool:
     """Whether a draft model takes its most probable tokens at every temperature."""
     return isinstance(draft, ModelDraftConfig) and draft.greedy
+
+
+def reads_draft_probs(config: RunConfig) -> bool:
+    """Whether a rule compares with the draft's probabilities, so that their bits can change what is drawn."""
+    rule, samples = RULES.find(config.verification.rule), config.sampling.temperature > 0 or config.sampling.by_row
+    return bool(drafts(config.draft) and samples and rule and rule.needs_probs)
 
 
 register(DrafterRecord(name=schema.NO_DRAFT, make=None))

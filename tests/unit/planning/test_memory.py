@@ -332,3 +332,14 @@ def test_halved_matrices_are_kept_in_whole_blocks_of_inputs() -> None:
     assert matrices_bytes(256) == kept(256, columns=256, of_output=64)
     # No whole blocks of 16: FBGEMM's kernel keeps blocks of 512 inputs.
     assert matrices_bytes(264) == kept(264, columns=512, of_output=512)
+
+
+def test_attention_of_equal_bits_keeps_the_sums_of_as_many_groups_as_fit() -> None:
+    """64 MiB at the most."""
+    plain, equal = (
+        [memory(make_spec("llama3_8B", prompt_tokens=number, equal_bits=is_equal), A100)[0].activations_bytes
+         for number in (100, 4000)]
+        for is_equal in (False, True)
+    )  # fmt: skip
+    assert equal[0] < plain[0]
+    assert 0.8 * 2**26 < equal[1] - plain[1] <= 2**26
