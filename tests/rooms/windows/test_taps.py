@@ -137,22 +137,6 @@ def test_laws_behind_a_shared_beginning_are_those_behind_texts_that_are_read_who
             torch.testing.assert_close(law, laws[2][text])
 
 
-def test_traces_of_short_rows_serve_long_ones(tmp_path: Path) -> None:
-    """As rows grow, taps get more slots, which traces do not fix."""
-    target, origin = draft_heads.save_small_pair(tmp_path, of_head=TAPPED)
-    runner, (kind, config) = loaded(target), windowed("window")
-    texts = list[list[int]]()
-    for is_new in (True, False):
-        decoder = make_head_decoder(
-            runner, kind, loaded(origin, runner), origin.layers, width=draft_heads.SMALL_WIDTH, draft=config
-        )
-        if not is_new:
-            complete(decoder, requests_of([(5, 90)], 8))
-        [done] = complete(decoder, requests_of([tuple(range(40, 64))], 34))
-        texts.append([*done.token_ids, *done.accepted_lengths])
-    assert texts[0] == texts[1]
-
-
 def drafts_of(
     comm: Comm | None, pair: tuple[Any, Any], prompts: Sequence[tuple[int, ...]], choices: Sequence[DraftChoice]
 ) -> list[list[int]]:
