@@ -100,8 +100,8 @@ def functions_of_ours(call: Callable[[], list[Completion]]) -> tuple[int, int]:
 
 
 def test_a_short_call_runs_few_functions(pair: Pair) -> None:
-    """The host delays the first token: a prompt of 6 tokens and 4 new ones run 559 functions of ours."""
-    assert functions_of_ours(lambda: pair.generate([5, 6, 7, 8, 9, 10], max_new_tokens=4, plain=True))[0] < 560
+    """The host delays the first token: a prompt of 6 tokens and 4 new ones run 563 functions of ours."""
+    assert functions_of_ours(lambda: pair.generate([5, 6, 7, 8, 9, 10], max_new_tokens=4, plain=True))[0] < 566
 
 
 @pytest.mark.seconds
