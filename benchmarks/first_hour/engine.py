@@ -70,6 +70,8 @@ FEW = 8
 """Positions of a forward: about as many as a round has, whose kernels are others than those of all at once."""
 MOST_FROM_CPU = 1e-3
 """By which a probability in fp32 may differ from the CPU's: sums in other orders, and a GPU's faster functions."""
+ROWS, POSITIONS = 16, 9
+"""The most rows and positions of a round whose bits are compared."""
 BUCKET_STEP = 64
 """Slots between two widths of the cache: small, so that graphs of several widths are recorded and replayed."""
 
@@ -81,13 +83,15 @@ def num_tokens(where: Where) -> int:
 
 @cache
 def pair_of(
-    where: Where, dtype: Dtype, *, draft: str | None = DRAFT, quantization: str = "none", cache_dtype: str = OWN_DTYPE
-) -> Pair:
+    where: Where, dtype: Dtype, *, draft: str | None = DRAFT, quantization: str = "none", cache_dtype: str = OWN_DTYPE,
+    reproducible: bool = False,
+) -> Pair:  # fmt: skip
     """The shipped models."""
     config = config_of(TARGET, draft, dtype=dtype, device=where.device, quantization=quantization)
     if draft == HEAD:
         config.synthetic = SyntheticConfig()  # type: ignore[attr-defined] # of a room
-    return load_pair(replace(config, model=replace(config.model, cache_dtype=cache_dtype)))
+    model = replace(config.model, cache_dtype=cache_dtype)
+    return load_pair(replace(config, model=model, reproducible=reproducible))
 
 
 def path_of(runner: Runner, decoder: Decoder | None = None) -> dict[str, str]:
@@ -192,6 +196,39 @@ def _probs(pair: Pair, where: Where, *, at_a_time: int) -> Tensor:
     pieces = zip(ids_1T.split(at_a_time, 1), positions_1T.split(at_a_time, 1), strict=True)
     logits = [target.forward(ids, positions, bucket=number) for ids, positions in pieces]
     return torch.softmax(torch.cat(logits, dim=1)[0].double().cpu(), dim=-1)
+
+
+def equal_bits(where: Where, *, name: str) -> Iterator[str]:
+    """With `reproducible=true`, in one of FORMATS: bits of logits of rounds and prompts, and texts with a draft."""
+    if not where.is_gpu and name not in {"bf16", "int8_weight_only"}:
+        skip("rounds in 16 bits are for GPUs")
+    dtype, quantization, cache_dtype, _ = FORMATS[name]
+    pair = pair_of(where, dtype, quantization=quantization, cache_dtype=cache_dtype, reproducible=True)
+    target, length = pair.models.target, 24 if where.is_small else 180
+    target.allocate(batch_size=ROWS, capacity=length)
+    generator = torch.Generator().manual_seed(0)
+    ids_BT = torch.randint(target.vocab_size, (ROWS, length), generator=generator).to(where.device)
+    places_T = torch.arange(length, device=where.device)
+
+    def read(rows_B: Tensor, positions_BT: Tensor) -> Tensor:
+        ids = ids_BT.index_select(0, rows_B).gather(1, positions_BT)
+        return target.forward(ids, positions_BT, bucket=length, cache_rows_B=rows_B).clone()
+
+    rows_B = torch.arange(ROWS, device=where.device)
+    alone = [[read(row_1, place_1[None]) for place_1 in places_T.split(1)] for row_1 in rows_B.split(1)]
+    alone_BTV = torch.cat([torch.cat(of_row, dim=1) for of_row in alone])
+    for rows, number in product(range(1, ROWS + 1), range(1, POSITIONS + 1)):
+        positions_BT = rows_B[:rows, None] * 11 % (length - number) + places_T[:number]
+        wanted_BTV = alone_BTV[:rows].gather(1, positions_BT[..., None].expand(-1, -1, target.vocab_size))
+        if not torch.equal(read(rows_B[:rows], positions_BT), wanted_BTV):
+            yield f"{rows} rows of {number} positions have other bits than single positions"
+    if not torch.equal(read(rows_B, places_T.expand(ROWS, -1).contiguous()), alone_BTV):
+        yield f"prompts of {length} tokens have other bits than single positions"
+    for batch_size in (1, 3):
+        made = partial(make_decoder, pair, batch_size=batch_size, temperature=0.0)
+        plain, drafted = (texts(where, made(speculative=drafts), pair, number=2) for drafts in (False, True))
+        if plain != drafted:
+            yield f"batch size {batch_size}: a greedy text with a draft is not plain text"
 
 
 def waits_in_a_round(where: Where, *, cuda_graphs: bool) -> Iterator[str]:
@@ -302,6 +339,7 @@ CHECKS |= {
 greedy_text = partial(same_as_launched, dtype=Dtype.fp32, batch_size=1, temperatures=(0.0,))
 CHECKS |= {"greedy-text": greedy_text, "fp32-of-the-cpu": far_from_the_cpu}
 CHECKS |= {f"near-fp32-{name}": partial(far_from_fp32, name=name) for name in FORMATS}
+CHECKS |= {f"equal-bits-{name}": partial(equal_bits, name=name) for name in FORMATS}
 CHECKS |= {
     f"no-waits-{how}": partial(waits_in_a_round, cuda_graphs=is_captured)
     for how, is_captured in (("eager", False), ("replayed", True))

@@ -16,8 +16,11 @@ MOST_GRAPHED_BUCKETS = 16
 """Buckets that have CUDA graphs at a time, the latest that rounds have read: a long text passes through hundreds."""
 LANES = 16
 """Numbers of a vector of the compiled kernels of CPUs; attention is compiled for heads of whole vectors."""
-WHOLE_LAYER_TOKENS = 16
-"""The most tokens of a forward on a CPU whose layers are one operator; more take one for each product."""
+WHOLE_LAYER_TOKENS = 144
+"""The most tokens of a forward on a CPU whose layers are one operator, a short prompt or a round of 16 rows and K = 8.
+
+More take an operator for each product, which is as fast.
+"""
 LARGEST_HEAD_BY_LENGTH, FIRST_CAPABILITY_BY_LENGTH = 256, 8.0
 """The most dimensions of a head, and the first compute capability, that attention by lengths runs on."""
 PART_SLOTS, ROW_PROGRAMS = 16, 256
@@ -29,6 +32,12 @@ of 1000 slots and 8 key-value heads took 48, 52 and 74.
 LATENT_PARTS, LATENT_QUERIES = (64, 64, 512), 32
 """Attention to latents on a GPU cuts a text into so many parts of so many slots, then into longer ones; the most
 queries of a program that reads one."""
+EQUAL_PARTS_BYTES, _EQUAL_ROWS = 2**26, 32
+"""Sums of attention with `reproducible=true` on a GPU that are kept at once, and the rows of its tiles.
+
+Derived, not measured: a GPU's second cache holds most of the former, and the latter are the positions of a round by 4
+to 8 queries of a key-value head.
+"""
 OWN_SUM_BYTES, OWN_SUM_RANKS = 2**18, 8
 """The most bytes of a sum by the program's own kernel, beyond which a ring sends fewer, and the most ranks."""
 SOFTMAX_TOKENS = 1024
@@ -86,6 +95,15 @@ def window_slots(num_kept: int, num_drafted: int) -> int:
     return whole_steps(num_kept + CATCH_UP_CHUNK + num_drafted + 1)
 
 
+def tap_slots(num_kept: int, num_drafted: int, *, num_slots: int) -> int:
+    """Slots of a row's taps for a head that keeps `num_kept` pairs, of a target with `num_slots`.
+
+    A head that begins anew reads the window before the K + 1 newest pairs, while rounds write as many beyond them; rows
+    of texts that have ended may be two rounds further. One slot takes what is not read.
+    """
+    return min(num_kept + 4 * (num_drafted + 1) + 3, num_slots + 1)
+
+
 CATCH_UP_CHUNK = 64  # Tokens that a draft model reads at once after rounds in which it did not draft.
 
 
@@ -122,6 +140,16 @@ def reads_by_length(*, capability: float, value_bytes: int, head_dim: int, round
 def most_parts(num_kv_heads: int) -> int:
     """The most parts of a row whose slots the lean decoder's attention splits over programs, a power of 2."""
     return 1 << math.ceil(math.log2(max(ROW_PROGRAMS / num_kv_heads, 1)))
+
+
+def equal_part_slots(num_kv_heads: int) -> int:
+    """The slots of every part of a row with `reproducible=true`: 256 programs of a row of 2048 slots, as above."""
+    return min(max(8 << math.ceil(math.log2(num_kv_heads)), PART_SLOTS), ROW_PROGRAMS)
+
+
+def equal_tile_rows(group: int) -> int:
+    """The rows of its tiles, a power of 2: all `group` queries of a key-value head at some positions."""
+    return max(_EQUAL_ROWS, 1 << math.ceil(math.log2(group)))
 
 
 def short_size(num_tokens: int) -> int:

@@ -68,6 +68,7 @@ class Loading:
         dtype: of weights and cache; None for the origin's. Stored buffers keep theirs.
         progress: see `Progress`.
         precision: of the linear layers; they are quantized as they are read.
+        reproducible: take operators whose bits do not depend on other rows, also where they cost more.
         whole: what each of several ranks holds whole; by default nothing.
         target: of a head: the model on this rank whose embedding it shares, if it has none, and both are alike.
         into: the model on this rank that gets these weights in place of its own.
@@ -82,6 +83,7 @@ class Loading:
     dtype: torch.dtype | None = None
     progress: Progress | None = None
     precision: Precision = UNQUANTIZED
+    reproducible: bool = False
     whole: WholeParts = WholeParts.none
     target: Runner | None = None
     into: InPlace = NOWHERE

@@ -22,7 +22,7 @@ from llama_ssp.planning.model import DTYPE_BYTES, PlannedModel, expands_latents
 from llama_ssp.planning.weights import of_stage, rank_shares
 from llama_ssp.settings.backends import TENSOR, Backend
 from llama_ssp.settings.rules import AT_ZERO, rule_of
-from llama_ssp.storage.formats import NO_QUANTIZATION, StorageFormat, format_of
+from llama_ssp.storage.formats import NO_QUANTIZATION, StorageFormat, all_rows_bytes, format_of
 
 MOST_DRAFT_TOKENS = 16
 """K up to which rounds are compared; the kernel of recurrent layers takes their tokens in at once."""
@@ -59,7 +59,8 @@ class ShardDraws(NamedTuple):
 class ModelPlacement:
     """A model on its ranks (GPUs if layer-wise), which all hold the parts in `whole`; a key of cached prices.
 
-    With `own_sums` the ranks sum what the program's kernel takes by it. Without `draws` they gather logits. Of several
+    With `own_sums` the ranks sum what the program's kernel takes by it, with `equal_bits` a GPU runs the kernels of
+    `reproducible=true`. Without `draws` they gather logits. Of several
     `stages` of layers it is one `stage`, of which the last has logits.
     """
 
@@ -70,6 +71,7 @@ class ModelPlacement:
     kernels: engine.Kernels = engine.ENGINE_KERNELS
     whole: WholeParts = WholeParts.none
     own_sums: bool = False
+    equal_bits: bool = False
     draws: ShardDraws | None = None
     stages: tuple[range, ...] = (range(0),)
     stage: int = 0
@@ -81,7 +83,17 @@ class ModelPlacement:
     @cached_property
     def _hash(self) -> int:
         return hash(
-            (self.model, self.backend, self.ranks, self.whole, self.own_sums, self.draws, self.stages, self.stage)
+            (
+                self.model,
+                self.backend,
+                self.ranks,
+                self.whole,
+                self.own_sums,
+                self.equal_bits,
+                self.draws,
+                self.stages,
+                self.stage,
+            )
         )
 
     @property
@@ -213,9 +225,10 @@ def _matrices_s(
 ) -> float:
     model = placement.model
     storage, plain = model.storage, format_of(NO_QUANTIZATION)
-    layer = _roofline_s(held.matrix_sizes, model, storage, hardware, tokens=tokens)
+    product = partial(_roofline_s, model=model, hardware=hardware, equal_bits=placement.equal_bits)
+    layer = product(held.matrix_sizes, storage=storage, tokens=tokens)
     for matrix in [each for each in held.layer if not each.is_plain] if model.kept_shares else ():
-        price = partial(_roofline_s, {matrix.num_elements: 1}, model, hardware=hardware, tokens=tokens)
+        price = partial(product, {matrix.num_elements: 1}, tokens=tokens)
         layer += dict(model.kept_shares).get(matrix.module, 0.0) * (price(storage=plain) - price(storage=storage))
     plain_bytes, operations = DTYPE_BYTES[model.dtype] * held.plain_elements, 2 * tokens * held.plain_elements
     layer += _product_s(plain_bytes, model, hardware, operations=operations)
@@ -223,14 +236,15 @@ def _matrices_s(
     for matrix in held.experts:  # a copy that is read multiplies the tokens that chose it
         used, size = matrix.num_used(tokens), matrix.num_rows * matrix.num_columns
         own_tokens = max(round(tokens * matrix.num_chosen / used), 1)
-        experts += used * _roofline_s({size: 1}, model, storage, hardware, tokens=own_tokens)
-    head = _roofline_s({held.output.num_elements: 1}, model, plain, hardware, tokens=scored) if has_head else 0.0
+        experts += used * product({size: 1}, storage=storage, tokens=own_tokens)
+    head = product({held.output.num_elements: 1}, storage=plain, tokens=scored) if has_head else 0.0
     return held.num_layers * (layer + experts) + head
 
 
 def _roofline_s(
-    sizes: Mapping[int, int], model: PlannedModel, storage: StorageFormat, hardware: HardwareConfig, *, tokens: int
-) -> float:
+    sizes: Mapping[int, int], model: PlannedModel, storage: StorageFormat, hardware: HardwareConfig,
+    *, tokens: int, equal_bits: bool = False,
+) -> float:  # fmt: skip
     """Matrix products with `tokens` inputs, by `matrix_sizes`: the longer of reading a matrix and multiplying."""
     matrix_dtype = model.matrix_dtype(hardware.device)
     value_bytes = DTYPE_BYTES[matrix_dtype]
@@ -243,6 +257,8 @@ def _roofline_s(
             read_bytes = storage.read_bytes(
                 tokens, packed, value_bytes * size, device=hardware.device, slowdown=hardware.slowdown
             )
+        if equal_bits:
+            read_bytes = all_rows_bytes(tokens, packed, value_bytes * size, hardware.slowdown)
         operations = 2 * tokens * size
         if speed := hardware.products.get(storage.name if storage.is_quantized else matrix_dtype.name):
             seconds += count * times * max(read_bytes / speed.bytes_per_s, operations / speed.flops_per_s)
@@ -299,6 +315,9 @@ def _attention_s(
                 of_queries = 2 * _SUM_BYTES * shape.latent_rank * num_parts * batch_size * num_layers
             read_bytes += of_queries * num_positions * num_heads
     operations += 2 * batch_size * num_positions * num_pairs * num_heads * widths * num_layers
+    if placement.equal_bits:  # a tile of queries reads its keys and values for itself
+        group = num_heads // num_kv_heads
+        read_bytes *= math.ceil(num_positions / (engine.equal_tile_rows(group) // group))
     num_moved = 1 + (num_positions if num_positions <= MOST_DRAFT_TOKENS + 1 else 1)
     together = sum if placement.backend.is_layer_wise else max
     states_bytes = batch_size * together(model.state_bytes(num_moved, held=held) for held in placement.shares)

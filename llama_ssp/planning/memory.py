@@ -219,7 +219,7 @@ def _rank_memory(spec: PlanSpec, hardware: HardwareConfig, rank: int, target: _P
     terms = spec.free_terms
     own_slots = terms.copied_slots and terms.copied_slots + spec.round_positions
     held_slots, held_rows = num_slots + spec.spare_rows * spec.num_slots, spec.batch_size + spec.spare_rows
-    taps_bytes = held_slots * spec.tap_bytes  # where a head reads them, or they are sent from
+    taps_bytes = held_rows * spec.tap_slots * spec.tap_bytes  # where a head reads them, or they are sent from
     uniforms = 3 * spec.num_draft_tokens * spec.drafts + 4
     # All that the rows can need, in fp64, twice while all rows are admitted at once.
     uniforms_bytes = 2 * 8 * spec.batch_size * (spec.max_new_tokens + 1) * uniforms
@@ -319,13 +319,15 @@ def _activation_bytes(spec: PlanSpec, hardware: HardwareConfig, model: PlannedMo
     bucket = bucket_of(spec.prompt_tokens, spec.num_slots, hardware)
     record, heads_width = record_of(shape.model_type), part.num_heads * shape.head_dim
     group, attended, masks, repeated = shape.num_attention_heads // shape.num_key_value_heads, 2 * part.width, 0, 0
-    parts_bytes = 0
+    parts_bytes = equal_bytes = 0
     if model.reads_by_length(hardware):
         padded = -(-engine.short_size(spec.batch_size * spec.prompt_tokens) // spec.batch_size)
         positions = max(positions, padded)
         num_kv_heads = (part.width - heads_width) // (2 * shape.head_dim)
         num_parts = min(engine.most_parts(num_kv_heads), -(-spec.num_slots // engine.PART_SLOTS))
         parts_bytes = 4 * max(spec.round_positions, padded) * num_parts * part.num_heads * (shape.head_dim + 1)
+        if spec.equal_bits:
+            parts_bytes, equal_bytes = 0, _equal_parts_bytes(spec, model, num_kv_heads, positions=positions)
     else:
         pairs = min(positions * bucket, max(engine.MASKED_PAIRS, bucket))
         masks = pairs * record.attention_pair_bytes(num_heads=part.num_heads, value_bytes=size)
@@ -345,7 +347,17 @@ def _activation_bytes(spec: PlanSpec, hardware: HardwareConfig, model: PlannedMo
     largest = max((kept.num_values for kept in inventory(shape).states), default=0)
     states_bytes = 3 * engine.STATE_VALUE_BYTES * spec.round_positions * largest
     wide = max(positions * attended * size + repeated, positions * 3 * part.units * size, parts_bytes, states_bytes)
-    return spec.batch_size * (positions * 3 * shape.hidden_size * size + wide + masks) + part.working_bytes
+    of_row = positions * 3 * shape.hidden_size * size + wide + masks
+    return spec.batch_size * of_row + equal_bytes + part.working_bytes
+
+
+def _equal_parts_bytes(spec: PlanSpec, model: PlannedModel, num_kv_heads: int, *, positions: int) -> int:
+    """Sums of the parts of a row with `reproducible=true`, of as many groups of positions as are computed at once."""
+    group = model.shape.num_attention_heads // model.shape.num_key_value_heads
+    rows, num_parts = engine.equal_tile_rows(group), -(-spec.num_slots // engine.equal_part_slots(num_kv_heads))
+    of_group = 4 * num_kv_heads * rows * num_parts * (model.shape.head_dim + 1)
+    num_groups = spec.batch_size * -(-max(positions, spec.round_positions) // (rows // group))
+    return min(num_groups, max(engine.EQUAL_PARTS_BYTES // of_group, 1)) * of_group
 
 
 def _latent_bytes(

@@ -114,6 +114,7 @@ class CostModel:
                 backend=backend,
                 ranks=ranks,
                 own_sums=is_own,
+                equal_bits=spec.equal_bits,
                 cuda_graphs=spec.cuda_graphs,
                 kernels=spec.kernels,
                 **of_model,

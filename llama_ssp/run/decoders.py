@@ -10,7 +10,6 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from llama_ssp import operators
-from llama_ssp.architectures.family import record_of
 from llama_ssp.architectures.matrices import DRAFT_WHOLE
 from llama_ssp.architectures.stages import stage_layers
 from llama_ssp.errors import ConfigError
@@ -28,10 +27,19 @@ from llama_ssp.run.requests import RequestMaker
 from llama_ssp.settings.backends import BACKENDS, backend_of
 from llama_ssp.settings.checks import check_values
 from llama_ssp.settings.constraints import constraint_asked
-from llama_ssp.settings.drafters import SAME, DraftVocabulary, drafter_of, drafts, drafts_greedily, vocabulary_of
+from llama_ssp.settings.drafters import (
+    SAME,
+    DraftVocabulary,
+    cache_of,
+    drafter_of,
+    drafts,
+    drafts_greedily,
+    reads_draft_probs,
+    vocabulary_of,
+)
 from llama_ssp.settings.layout import Layout, lay_out
 from llama_ssp.settings.rules import AT_ZERO
-from llama_ssp.settings.schema import RunConfig
+from llama_ssp.settings.schema import DeviceKind, DrafterConfig, RunConfig
 from llama_ssp.settings.tasks import task_of
 from llama_ssp.speculate.drafters.limited import DraftLimit
 from llama_ssp.speculate.drafters.maker import make_drafters, tree_of
@@ -49,7 +57,7 @@ from llama_ssp.speculate.sampling.by_row import RowSteps
 from llama_ssp.speculate.sampling.rules import ForcedLengths, make_rule
 from llama_ssp.speculate.sampling.shards import WHOLE, Shard
 from llama_ssp.speculate.sampling.trees import verify_tree
-from llama_ssp.weights.source import tap_source
+from llama_ssp.weights.source import TapSource, tap_source
 from llama_ssp.words import said
 from llama_ssp.workspaces import InPlace
 
@@ -83,15 +91,26 @@ class Models:
     vocabulary: DraftVocabulary = SAME
     prepared: Any = None
 
-    def make_taps(self) -> Taps | None:
-        """The taps of the target that a draft head will read, on the ranks that keep them; None elsewhere."""
-        head = tap_source(self.sources[-1].origin) if self.sources else None
+    @property
+    def head(self) -> TapSource | None:
+        """The draft head, on every rank; None without one."""
+        return tap_source(self.sources[-1].origin) if self.sources else None
+
+    def make_taps(self, draft: DrafterConfig | None = None, *, num_drafted: int = 0) -> Taps | None:
+        """The taps of the target that a draft head will read, on the ranks that keep them; None elsewhere.
+
+        They are of all tokens, or of what settings `draft` let a head see while rounds draft up to `num_drafted`.
+        """
+        head = self.head
         layout = self.mesh.layout
         passes_on = layout.num_stages > 1 and self.mesh.target
         if head is None or not (self.draft or layout.is_apart or passes_on):
             return None
         dtype, width = self.sources[0].dtype or head.target.dtype, head.target.shape.hidden_size
-        return Taps(head.layers, width=width, dtype=dtype, device=self.target.device)
+        make: Callable[..., Taps] = Taps
+        if draft and (kept := cache_of(draft)):
+            make = partial(imported(kept.taps, setting="draft"), draft=draft, num_drafted=num_drafted)
+        return make(head.layers, width=width, dtype=dtype, device=self.target.device)
 
     @property
     def draft_context(self) -> int | None:
@@ -140,6 +159,7 @@ def load_models(
             load = imported(backend.load, setting=BACKENDS.setting)
             stage = _stage_of(mesh, config, target_source)
             how = {"comm": mesh.target, "stage": stage, "devices": world.free_devices}
+            how["reproducible"] = config.reproducible
             target = _loaded("target", target_source, load, world, progress, **how)
     target.agree(mesh.replica)
     alone = Models(
@@ -147,20 +167,28 @@ def load_models(
         tokenizer=target_source.tokenizer, eos_ids=target_source.eos_ids, context=context, sources=(target_source,),
     )  # fmt: skip
     models = with_draft(alone, config, world, draft_source, progress=progress)
-    if config.reproducible and not models.reuse.are_invariant:
+    if config.reproducible and not are_reproducible(models, config):
         raise ConfigError(_why_not_reproducible(models))
     return models
 
 
+def are_reproducible(models: Models, config: RunConfig) -> bool:
+    """Whether the bits of the logits that decide texts depend on no draft, K, batch and number of threads."""
+    return models.reuse.are_invariant or (models.target.is_invariant and not reads_draft_probs(config))
+
+
 def _why_not_reproducible(models: Models) -> str:
     """What no check of settings and files could know (`combinations`)."""
-    reason = (
-        "needs compiled products and attention for all layers of all models, and this machine has none for some of "
-        "theirs (the guide to reproducible texts lists instructions, formats and sizes): leave it out, or use another "
-        "model.quantization or number of ranks"
+    found = "compiled products and attention for all layers of all models, and this machine has none for some of theirs"
+    if models.target.device.type != "cpu":
+        found = (
+            "our kernels for all layers of one rank, in 16 bits on an NVIDIA GPU since A100 (8.0), and this GPU, "
+            "number of ranks or model has none for some (a warning says of a kernel why it does not work here)"
+        )
+    return (
+        f"{said('reproducible', True)} needs {found}: the guide to reproducible texts lists instructions, formats and "
+        "sizes; leave it out, or use another model.quantization or number of ranks"
     )
-    is_cpu = models.target.device.type == "cpu"
-    return f"{said('reproducible', True)} {reason if is_cpu else 'is for CPUs so far: leave it out, or use device=cpu'}"
 
 
 Progress = Callable[[str, int, int], None]
@@ -188,12 +216,13 @@ def with_draft(
         how: dict[str, Any]
         if copied:
             inner = ModelStage(number=1, num_stages=3, layers=range(copied[1]))  # without tables
-            how = {"comm": mesh.target, "stage": inner}
+            how = {"comm": mesh.target, "stage": inner, "reproducible": config.reproducible}
             prepared = _loaded("draft", copied[0], load_model, world, progress, **how)
         if source and mesh.draft:
             layout, by_library = mesh.layout, backend_of(config.placement.target.kind).by_library
             shares = _share(layout) and not by_library
             how = {"comm": mesh.draft, "whole": DRAFT_WHOLE, "target": target if shares else None}
+            how["reproducible"] = _orders_draft(source, config)
             draft = _loaded("draft", source, load_model, world, progress, **how)
     if draft and mesh.draft:
         draft.agree(mesh.draft)
@@ -231,10 +260,12 @@ def update_models(
     with raise_on_all_ranks(world.comm):
         if target_source and mesh.target:
             how: dict[str, Any] = {"comm": mesh.target, "stage": _stage_of(mesh, config, target_source)}
+            how["reproducible"] = config.reproducible
             target = _updated(target, target_source, device=world.device, **how)
         if draft_source and draft and mesh.draft:
             shared = target if _share(mesh.layout) else None
             how = {"comm": mesh.draft, "whole": DRAFT_WHOLE, "target": shared}
+            how["reproducible"] = _orders_draft(draft_source, config)
             draft = _updated(draft, draft_source, device=world.device, **how)
     target.agree(mesh.replica)
     if draft and mesh.draft:
@@ -244,6 +275,11 @@ def update_models(
     all_keep = all(world.comm.gather_text("kept" if is_kept else ""))
     mesh.set_timeout(config.timeouts.decode_s)
     return replace(models, target=target, draft=draft, reuse=reuse), all_keep
+
+
+def _orders_draft(source: Source, config: RunConfig) -> bool:
+    """Whether a draft takes operators for `reproducible=true`; heads have products outside of the decoder's layers."""
+    return config.reproducible and not source.origin.shape.is_head
 
 
 def _share(layout: Layout) -> bool:
@@ -256,8 +292,8 @@ def _stage_of(mesh: Mesh, config: RunConfig, source: Source) -> ModelStage:
     layout, given = mesh.layout, config.placement.target.layers
     number = next(place for place, ranks in enumerate(layout.stages) if mesh.replica.rank in ranks)
     origin = source.origin
-    if layout.num_stages > 1 and not given and not record_of(origin.shape.model_type).is_written:
-        from llama_ssp.models.huggingface.described import with_modules  # noqa: PLC0415 - slow import
+    if layout.num_stages > 1 and not given:
+        from llama_ssp.models.loading import with_modules  # noqa: PLC0415 - slow import
 
         origin = with_modules(origin)
     layers = stage_layers(origin.shape, layout.num_stages, given)[number]
@@ -320,11 +356,14 @@ def build_decoder(
 
     Raises ConfigError as `check_values`, whatever its caller has checked.
     """
-    check_values(config)
     mesh, device = models.mesh, models.target.device
+    is_open = config.device is DeviceKind.auto
+    check_values(replace(config, device=DeviceKind(device.type)) if is_open else config)
     is_cut = len(mesh.layout.scoring_ranks) > 1 and not backend_of(config.placement.target.kind).by_library
     split = BatchSplit(mesh.replica, mesh.layout.draft_ranks) if speculative and mesh.layout.splits_batch else None
-    taps, tree = (models.make_taps(), tree_of(config, device)) if speculative else (None, None)
+    tree = tree_of(config, device) if speculative else None
+    taps = models.make_taps(config.draft, num_drafted=config.most_draft_tokens) if speculative else None
+    kept = cache_of(config.draft) if speculative and models.head else None
     of_trees = partial(verify_tree, tree) if tree else None
     of_target, of_draft = _shards_of(models, config) if is_cut else (WHOLE, WHOLE)
     steps = RowSteps() if config.sampling.by_row else None
@@ -364,7 +403,9 @@ def build_decoder(
         executor=make_executor(round_, cuda_graphs=captures),
         batch_size=config.batch_size,
         eos_ids=() if config.ignore_eos else models.eos_ids,
-        reuse=replace(models.reuse, num_spare=config.spare_rows),
+        reuse=replace(
+            models.reuse, num_spare=config.spare_rows, num_tapped=kept.num_kept(config.draft) if kept else None
+        ),
         threads=operators.made("threads", device.type, torch.get_num_threads()) if is_free else None,
         constrain=(lambda request: constraint_of(request.sampling or config.sampling, vocabulary))
         if has_masks

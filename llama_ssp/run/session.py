@@ -22,7 +22,7 @@ from llama_ssp.ranks.result_queue import ResultQueue
 from llama_ssp.ranks.world import World
 from llama_ssp.reports.folder import RunFolder
 from llama_ssp.reports.records import PLAIN, SPECULATIVE, CompletionLine, Evaluation, LineKey
-from llama_ssp.run.decoders import Models, build_decoder
+from llama_ssp.run.decoders import Models, are_reproducible, build_decoder
 from llama_ssp.run.requests import PromptRequest, in_turns
 from llama_ssp.run.startup import StartClock
 from llama_ssp.run.tuning import make_ready
@@ -98,7 +98,7 @@ class Session:
     @property
     def is_reproducible(self) -> bool:
         """Whether the bits of logits depend on no draft, K, batch and number of threads."""
-        return self.models.reuse.are_invariant
+        return are_reproducible(self.models, self.config)
 
     @property
     def best_mode(self) -> str:

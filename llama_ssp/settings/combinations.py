@@ -48,7 +48,6 @@ ABILITIES: dict[str, Callable[[RunConfig], object]] = {
     "requests by row": lambda config: config.sampling.by_row,
     "spare rows": lambda config: config.spare_rows > 0,
     "equal bits": lambda config: config.reproducible,
-    "GPUs": lambda config: config.device is DeviceKind.cuda,
     "a recurrent target": lambda config: _recurrent(config.model),
     "log-probabilities": lambda config: config.logprobs is not None,
     "chats": lambda config: config.chat,
@@ -105,7 +104,6 @@ CLASHES: dict[tuple[str, str], str] = {
     ("requests by row", "replicas"): "requests are answered by one replica: leave placement.num_replicas out",
     ("equal bits", "a library's placement"):
         "{reproducible} needs placement.target.kind=tensor, and {target_kind} was given",
-    ("equal bits", "GPUs"): "{reproducible} is for CPUs so far: leave it out, or use device=cpu",
 }  # fmt: skip
 """Two abilities, and why no run has both; `_words` fills in the words in braces."""
 
@@ -180,6 +178,12 @@ def _words(config: RunConfig) -> dict[str, object]:
         "reproducible": said("reproducible", True),
         **{name: value for ability in MORE.all().values() for name, value in ability.words(config).items()},
     }  # fmt: skip
+
+
+def on_gpus(config: RunConfig) -> bool:
+    """Whether a run says that it computes on GPUs, or a plan that its machine does; `device=auto` says nothing."""
+    described = config.hardware.get("device") if isinstance(config, PlanConfig) else None
+    return described == "cuda" or config.device is DeviceKind.cuda
 
 
 def _draft(config: RunConfig) -> ModelConfig:

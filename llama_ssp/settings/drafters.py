@@ -9,6 +9,7 @@ from llama_ssp.fields import setting
 from llama_ssp.groups import Range, whole
 from llama_ssp.registry import Registry
 from llama_ssp.settings import schema
+from llama_ssp.settings.rules import RULES
 from llama_ssp.settings.schema import DrafterConfig, RunConfig
 from llama_ssp.settings.tasks import NoEffect
 from llama_ssp.settings.trees import TreeShape
@@ -195,12 +196,15 @@ class DraftCache:
         num_kept: the most tokens of a row, from the settings of a draft; None where these ask for all.
         make: `module:class` of the drafter, called with `drafters.drafter.DrafterParts`.
         of_head: `module:function` that gives a draft head such a cache, called with its runner and the same parts.
+        taps: `module:class` of the taps of such a head, a `models.cache.Taps` that is also called with the settings of
+            the draft, and the most tokens that a round drafts.
     """
 
     name: str
     num_kept: Callable[[Any], int | None]
     make: str
     of_head: str
+    taps: str
 
 
 CACHES: Registry[DraftCache] = Registry(setting="draft cache", kind=DraftCache)
@@ -223,6 +227,12 @@ class ModelDraftConfig(DrafterConfig):
 def drafts_greedily(draft: DrafterConfig) -> bool:
     """Whether a draft model takes its most probable tokens at every temperature."""
     return isinstance(draft, ModelDraftConfig) and draft.greedy
+
+
+def reads_draft_probs(config: RunConfig) -> bool:
+    """Whether a rule compares with the draft's probabilities, so that their bits can change what is drawn."""
+    rule, samples = RULES.find(config.verification.rule), config.sampling.temperature > 0 or config.sampling.by_row
+    return bool(drafts(config.draft) and samples and rule and rule.needs_probs)
 
 
 register(DrafterRecord(name=schema.NO_DRAFT, make=None))

@@ -309,7 +309,8 @@ class RunConfig:
     reproducible: bool = setting(
         False,
         "true ends a run at its start unless the bits of every logit are the same for any draft, K, batch and number "
-        "of threads; runs that have this without asking say so in summary.json.",
+        "of threads; runs on CPUs that have this without asking say so in summary.json, and GPUs take other kernels "
+        "for it, which read prompts more slowly.",
     )
     num_samples: int = setting(1, "completions per prompt.")
     seed: int = setting(

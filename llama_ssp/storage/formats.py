@@ -235,14 +235,22 @@ int8 17 and 32 us, in int4 12 and 22 (docs/findings/gpus.md)."""
 
 
 def few_rows_bytes(rows: int, packed: int, unquantized: int, slowdown: Mapping[str, float]) -> float:
-    """Our kernel's time grows with the rows, until a matrix that is unpacked, written and read again takes no longer.
+    """Our kernel's time grows with the rows, until a matrix that is unpacked and read again takes no longer."""
+    return min(all_rows_bytes(rows, packed, unquantized, slowdown), packed + 2 * unquantized)
 
-    Packed weights of less than a third of the unquantized bytes have 4 bits.
+
+def all_rows_bytes(rows: int, packed: int, unquantized: int, slowdown: Mapping[str, float] = NO_SLOWDOWN) -> float:
+    """Cost of our kernel of a few rows for any number of them, as `reproducible=true` runs it, as bytes read.
+
+    Packed weights of less than a third of the unquantized bytes have 4 bits. Weights in 16 bits have blocks of half as
+    many outputs as in 8, all of which read each row, so that a row counts twice; the rows of a first tile are free.
+    Derived, not measured beyond 128 rows.
     """
-    bits = 4 if 3 * packed < unquantized else 8
-    times = slowdown.get(f"int{bits}", READ_SLOWDOWN[bits]) / READ_SLOWDOWN[bits]
-    few = READ_SLOWDOWN[bits] * packed + ROW_SHARE[bits] * (rows - 1) * unquantized
-    return min(times * few, packed + 2 * unquantized)
+    if packed < unquantized:
+        bits = 4 if 3 * packed < unquantized else 8
+        times = slowdown.get(f"int{bits}", READ_SLOWDOWN[bits]) / READ_SLOWDOWN[bits]
+        return times * (READ_SLOWDOWN[bits] * packed + ROW_SHARE[bits] * (rows - 1) * unquantized)
+    return packed + 2 * ROW_SHARE[8] * max(rows - ROWS_OF_A_PASS, 0) * unquantized
 
 
 OF_FEW_ROWS = Cost(gpu_read_bytes=few_rows_bytes, gpu_unpacks=UNPACKED_WEIGHTS)

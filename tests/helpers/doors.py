@@ -43,7 +43,8 @@ ALONE = {
     "a draft with a window": "draft.window=9",
     "a head that says what it sees": "model={target} draft={saying}",
     "spare rows": "spare_rows=2", "a recurrent target": "model={hybrid} draft={hybrid}",
-    "structured text": "sampling.regex=a+ task=generate", "equal bits": "reproducible=true", "GPUs": "device=cuda",
+    "structured text": "sampling.regex=a+ task=generate", "equal bits": "reproducible=true",
+    "a GPU without equal bits": "device=cuda model.dtype=fp32",
     "a CPU without equal bits": "model={own} draft={own}",  # heads of 8 dimensions
 }  # fmt: skip
 """Words that give a run one ability; all but two of them are refused without another one."""

@@ -19,6 +19,7 @@ from llama_ssp import operators
 from llama_ssp.architectures.matrices import Cut, RankShard, vocabulary_parts
 from llama_ssp.kernels.attention_by_length import VarlenAttention, find_varlen, unpacking
 from llama_ssp.kernels.between import OwnKernels, rotate_write
+from llama_ssp.kernels.equal_bits import EqualBits
 from llama_ssp.kernels.linear import Kernel, Linear, make_linear, native_of
 from llama_ssp.kernels.parts import Heads, RmsNorm
 from llama_ssp.models.cache import CachedRunner, StaticCache, Taps
@@ -65,12 +66,15 @@ class LeanRunner(CachedRunner):
         own, self._own = loading.own_shard, into.model._own if into.model else OwnKernels()
         like = torch.empty(0, dtype=loading.weights_dtype, device=loading.device)
         super().__init__(config, like, cache_dtype=precision.cache_dtype, layers=loading.own_layers)
-        self._stage, self._comm = loading.stage, comm
+        self._stage, self._comm, quantizing = loading.stage, comm, precision.kernel or kernel
+        equal: EqualBits | None = None
+        if loading.reproducible and comm.size == 1 and (equal := operators.made("equal_bits", like.device.type, like)):
+            kernel, quantizing = equal.kernel(kernel), equal.kernel(quantizing)
         linear = self._take_tables(weights, own, embedding_VE, kernel)
         eps: float = config.rms_norm_eps
         head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self._heads = Heads(len(own.heads.query_heads), len(own.heads.kv_heads), head_dim, head_dim**-0.5)
-        parts: dict[str, Any] = {"comm": comm, "kernel": precision.kernel or kernel}
+        parts: dict[str, Any] = {"comm": comm, "kernel": quantizing}
         self._layers: list[Layer] = []
         layers = self._layers
         for number in range(len(loading.own_layers)):
@@ -88,7 +92,9 @@ class LeanRunner(CachedRunner):
         self._choose_attention(varlen)
         linears = [*filter(None, [linear]), *(part for layer in layers for part in layer.linears)]
         self.is_invariant = self._compiled is not None and all(map(native_of, linears))
-        self._use_own_kernels()
+        self._use_own_kernels(equal)
+        if equal and self.reads_by_length:
+            self.is_invariant = equal.holds and self.is_fused
         self._take_others(weights, loading)
 
     def _take_tables(
@@ -139,8 +145,8 @@ class LeanRunner(CachedRunner):
         """Whether forwards run all of our kernels between products; see `kernels.between`."""
         return all(vars(self._own).values())
 
-    def _use_own_kernels(self) -> None:
-        """Take this device's operators between products, in place of torch's; see `operators`."""
+    def _use_own_kernels(self, equal: EqualBits | None = None) -> None:
+        """Take this device's operators between products, in place of torch's, and its attention; see `operators`."""
         norms, device = self._layers[0].head_norms, self.device.type
         of_width = self._layers[0].gate_up.norm
         found: OwnKernels | None = operators.made("between", device, of_width, self._heads, norms, self._kept)
@@ -148,10 +154,10 @@ class LeanRunner(CachedRunner):
             return  # without Triton one sentence is enough
         vars(self._own).update(vars(found))
         if self._varlen:
-            ours: VarlenAttention | None = operators.made(
-                "attention_by_length", device, self._varlen, self._heads, device=self.device, dtype=self.dtype,
-                has_windows=self._has_windows, kept=self._kept,
-            )  # fmt: skip
+            find = partial(operators.made, "attention_by_length", device, self._varlen)
+            ours: VarlenAttention | None = (equal.attention if equal else find)(
+                self._heads, device=self.device, dtype=self.dtype, has_windows=self._has_windows, kept=self._kept
+            )
             self._varlen = ours or self._varlen
 
     @property

@@ -26,13 +26,20 @@ class WeightOnlyLinear(Linear):
     """Base class of forms whose inputs are not quantized.
 
     `operands` are the packed weights with their outputs first, and all their scales, as the kernel takes them;
-    `few_rows` has the kernel for up to `FEW_ROWS` rows of a GPU.
+    `few_rows` has the kernel for up to `most_rows` rows of a GPU.
     """
+
+    most_rows = FEW_ROWS
 
     def __init__(self, operands: tuple[Tensor, ...], bias_O: Tensor | None, few_rows: FewRows | None) -> None:
         self._operands, self._bias_O, self._few_rows = operands, bias_O, few_rows
         byte_weights = 2 if operands[0].dtype is torch.uint8 else 1
         self._num_inputs = byte_weights * operands[0].shape[1]  # a trace keeps it as a constant
+
+    @property
+    def has_few_rows(self) -> bool:
+        """Whether there is a kernel for a few rows."""
+        return self._few_rows is not None
 
     @abstractmethod
     def _unpack(self, outputs: slice, into_CI: Tensor) -> None:
@@ -40,7 +47,7 @@ class WeightOnlyLinear(Linear):
 
     def __call__(self, x_MI: Tensor, residual_MO: Tensor | None = None) -> Tensor:
         """See `Linear`; a GPU's kernel adds bias and residual itself."""
-        if self._few_rows and x_MI.shape[0] <= FEW_ROWS:
+        if self._few_rows and x_MI.shape[0] <= self.most_rows:
             product = self._few_rows.product_of_few_rows
             return product(x_MI, *self._operands, bias_O=self._bias_O, residual_MO=residual_MO)
         return added(self._unpacked(x_MI), self._bias_O, residual_MO)

@@ -29,8 +29,8 @@ from llama_ssp.errors import CheckpointError, shown
 from llama_ssp.rooms.adapters.records import CONFIG, FIELDS, WEIGHTS
 from llama_ssp.storage.patterns import Pattern
 from llama_ssp.weights.checkpoint import Checkpoint, of_text, summary
-from llama_ssp.weights.experts import TurnedTensor
 from llama_ssp.weights.source import ListedTensor, StoredTensor, read_header
+from llama_ssp.weights.turned import TurnedTensor
 
 _PICKLE, _BASE = "adapter_model.bin", "base_layer"
 _KEY = re.compile(r"base_model\.model\.(.+)\.(lora_A|lora_B|base_layer)\.weight")

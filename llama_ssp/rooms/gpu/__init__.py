@@ -6,6 +6,7 @@
     halves        a few rows by weights in 16 bits                          `linear`
     attention     the queries of a round                                    `attention`
     latents       attention to latents                                      `latents`
+    equal_parts   all queries, in one order of sums                         `one_order`
     recurrence    a few tokens of a recurrent layer                         `recurrence`
     draw          probabilities, and the draw of a token                    `draw`
     sums          sums over the GPUs of a node, with residual and norm      `sums`

@@ -21,7 +21,7 @@ _SLOWER = {(10240, 5120), (49152, 576)}
 """Outputs and inputs of the only ones of 105 matrices for which cuBLAS was faster by more than 2 % at up to 5 rows."""
 _NARROW, _MOST_ROWS = 4096, (8, 16)
 """Up to how many rows ours were faster, in general and with so many outputs at most."""
-_HALVES = (torch.float16, torch.bfloat16)
+HALVES = (torch.float16, torch.bfloat16)
 
 
 class HalvesLinear(PlainLinear):
@@ -42,7 +42,7 @@ class HalvesLinear(PlainLinear):
 
 def find_halves(weight_OI: Tensor, **_how: Any) -> Kernel | None:
     """The kernel of a matrix in fp16 or bf16 whose product by cuBLAS is slower for a few rows; None if it never is."""
-    if weight_OI.dtype not in _HALVES or torch.version.hip:
+    if weight_OI.dtype not in HALVES or torch.version.hip:
         return None
     name, shape = torch.cuda.get_device_name(weight_OI.device), tuple(weight_OI.shape)
     if shape in _SLOWER or not any(part in name for part in _MEASURED):
@@ -94,7 +94,7 @@ def few_rows_of(name: str, dtypes: tuple[torch.dtype, ...], groups: tuple[int, .
         ones = [torch.ones(num_outputs, num_inputs // _weights_of_a_byte(dtypes[0]))]
         ones += [torch.ones(num_inputs // group, num_outputs) if group else torch.ones(num_outputs) for group in groups]
         operands = [part.to(dtype).cuda() for part, dtype in zip(ones, dtypes, strict=True)]
-        for dtype in _HALVES if torch.cuda.is_bf16_supported(False) else _HALVES[:1]:
+        for dtype in HALVES if torch.cuda.is_bf16_supported(False) else HALVES[:1]:
             for num_rows in (1, FEW_ROWS):
                 linear.product_of_few_rows(torch.ones(num_rows, num_inputs, dtype=dtype).cuda(), *operands)
         return linear

@@ -1,6 +1,7 @@
 """The records of GPUs: operators that take the place of torch's there."""
 
 from llama_ssp.operators import DeviceOperator
+from llama_ssp.rooms.gpu.equal_bits import ABILITY
 
 _ROOM = "llama_ssp.rooms.gpu"
 
@@ -12,6 +13,8 @@ ATTENTION_BY_LENGTH = DeviceOperator(
     operation="attention_by_length", device="cuda", make=f"{_ROOM}.attention:find_ours"
 )
 LATENTS = DeviceOperator(operation="latents", device="cuda", make=f"{_ROOM}.latents:find_latents")
+EQUAL_BITS = DeviceOperator(operation="equal_bits", device="cuda", make=f"{_ROOM}.one_order:find_equal_bits")
+WITHOUT_EQUAL_BITS = ABILITY
 RECURRENCE = DeviceOperator(operation="recurrence", device="cuda", make=f"{_ROOM}.recurrence:find_recurrence")
 DRAW = DeviceOperator(operation="draw", device="cuda", make=f"{_ROOM}.draw:find_draw")
 SOFTMAX = DeviceOperator(operation="softmax", device="cuda", make=f"{_ROOM}.draw:find_softmax")

@@ -238,7 +238,8 @@ def _spec_on(machine: HardwareConfig, config: RunConfig, *, world_size: int, len
     spec = make_spec(
         config, world_size=world_size, prompt_tokens=max(lengths), device=machine.device, num_gpus=machine.num_gpus
     )
-    check_values(config, spec.target.shape, spec.draft.shape if spec.draft else None)
+    on_device = replace(config, device=DeviceKind(machine.device))
+    check_values(on_device, spec.target.shape, spec.draft.shape if spec.draft else None)
     for planned in (spec.target, spec.draft):
         if planned and planned.stored_format:
             planned.stored_format.kept_format(planned.quantization, where=planned.label)

@@ -33,27 +33,30 @@ from llama_ssp.kernels.attention_by_length import CHECKED, VarlenAttention
 from llama_ssp.kernels.between import rotate_write
 from llama_ssp.kernels.latents import by_torch
 from llama_ssp.kernels.parts import Heads, KeptRows, RmsNorm, Sequences, rows_of
-from llama_ssp.models.huggingface import recurrent
-from llama_ssp.models.huggingface.experts import OwnExperts
 from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.models.prefill import Buckets, Prompts, read_prompts
 from llama_ssp.models.quantization.precision import UNQUANTIZED, Precision
 from llama_ssp.models.states import StateCache
+from llama_ssp.models.weights import Loading
 from llama_ssp.operators import OPERATORS
 from llama_ssp.rooms.gpu import attention as choice
 from llama_ssp.rooms.gpu import latents as choice_of_latents
-from llama_ssp.rooms.gpu import records
+from llama_ssp.rooms.gpu import one_order, records
 from llama_ssp.rooms.gpu import recurrence as choice_of_recurrence
 from llama_ssp.rooms.gpu.kernels import attention as attention_gpu
 from llama_ssp.rooms.gpu.kernels import between as between_gpu
 from llama_ssp.rooms.gpu.kernels import draw as draw_gpu
+from llama_ssp.rooms.gpu.kernels import equal_parts as equal_parts_gpu
 from llama_ssp.rooms.gpu.kernels import latents as latents_gpu
 from llama_ssp.rooms.gpu.kernels import linear as linear_gpu
 from llama_ssp.rooms.gpu.kernels import recurrence as recurrence_gpu
 from llama_ssp.rooms.gpu.kernels.draw import draw_in_blocks, draw_tokens, softmax
 from llama_ssp.rooms.gpu.kernels.halves import product_of_halves
 from llama_ssp.rooms.gpu.kernels.linear import choose, product_of_few_rows, unpack_bytes, unpack_codes
+from llama_ssp.rooms.modules import recurrent
+from llama_ssp.rooms.modules.experts import OwnExperts
 from llama_ssp.speculate.sampling import processors
+from llama_ssp.weights.in_memory import weights_of
 from tests.helpers.fake_comm import on_ranks, thread_comms
 from tests.helpers.few_rows import OPERANDS
 from tests.helpers.four_bits import rounded
@@ -156,8 +159,15 @@ def dots_in_order() -> Iterator[None]:
         yield
 
 
-def own_bits_of_queries(heads: Heads, kept: KeptRows) -> None:
-    """A query has the bits that it has alone, among up to 16 rows and 9 positions, where parts are of one step."""
+BOTH = [(1, 9), (2, 2), (7, 5), (16, 8)]
+"""Rows and positions that are computed together."""
+
+
+def own_bits_of_queries(
+    heads: Heads, kept: KeptRows, *, attend: VarlenAttention = attention_gpu.attend, window: int | None = None,
+    both: Sequence[tuple[int, int]] = BOTH,
+) -> None:  # fmt: skip
+    """A query has the bits that it has alone, among up to 16 rows and 9 positions; ours where parts are of one step."""
     most_rows, most_queries, num_slots = 16, 9, 50
     lengths = [most_queries + 7 * row % 39 for row in range(most_rows)]  # with the last query
     packed = kept.pack(some(2, heads.num_kv, most_rows * num_slots, heads.dim))
@@ -171,14 +181,14 @@ def own_bits_of_queries(heads: Heads, kept: KeptRows) -> None:
         first_queries = numbers([place * number for place in range(len(rows) + 1)])
         first_slots = numbers([*(row * num_slots for row in rows), 0])
         sequences = Sequences(first_queries, first_slots, numbers(used), number, num_slots)
-        how: Any = {"scale": heads.scale, "window": None, "kept": kept}
-        found: Tensor = attention_gpu.attend(own, keys, values, sequences, **how)
+        how: Any = {"scale": heads.scale, "window": window, "kept": kept}
+        found: Tensor = attend(own, keys, values, sequences, **how)
         return found.view(len(rows), number, heads.num, heads.dim)
 
     singles = torch.cat([attended([*range(most_rows)], at, 1) for at in range(most_queries)], 1)
     for row in (0, 5, 15):
         assert torch.equal(attended([row], 4, 1)[0], singles[row, 4:5])
-    for num_rows, number in ((1, 9), (2, 2), (7, 5), (16, 8)):
+    for num_rows, number in both:
         assert torch.equal(attended(range(num_rows), 0, number), singles[:num_rows, :number]), (num_rows, number)
 
 
@@ -257,10 +267,125 @@ def own_bits() -> None:
             own_bits_of_queries(Heads(2, 1, 24, 24**-0.5), KEPT[0])
 
 
+def bits_of_all_rows() -> None:
+    """A row of a product has the bits that it has alone, among 40, in every format; 16 bits from one row on."""
+    sizes = {"int8": 2100, "fp8": 2176, "int4, 128": 2176, "int4, 32": 1056, "mxfp4": 1056, "nvfp4": 2080}
+    operands: dict[str, Sequence[Tensor]] = {form: OPERANDS[form](18, size)[0] for form, size in sizes.items()}
+    operands["halves"], sizes["halves"] = [some(33, 2192)], 2192
+    for (form, weights), num_processors in product(operands.items(), (1, 132)):  # the latter splits the inputs
+        x = some(40, sizes[form])
+        whole = product_on(num_processors, x, *weights)
+        for number in range(1, 17) if form == "halves" else (1, 16, 33):
+            assert torch.equal(product_on(num_processors, x[:number], *weights), whole[:number]), (form, number)
+
+
+ALL = [*((rows, 1 + 5 * rows % 9) for rows in range(1, 17)), *((16, number) for number in range(1, 10))]
+"""Each number of rows, and of positions."""
+EQUAL_CASES: list[tuple[Heads, KeptRows, int | None]] = [
+    (Heads(2, 1, 24, 24**-0.5), KEPT[0], None), (Heads(3, 1, 40, 40**-0.5), KEPT[0], 5),
+    (Heads(3, 1, 16, 0.25), KEPT[1], 20), (Heads(2, 2, 16, 0.25), KEPT[2], None),
+]  # fmt: skip
+
+
+def bits_of_equal_parts() -> None:
+    """A query has the bits that it has alone: borders of parts, several joins and launches, windows, kept formats."""
+    with patch.object(equal_parts_gpu, "_JOINED", 2), patch.object(equal_parts_gpu, "EQUAL_PARTS_BYTES", 2**16):
+        for number, (heads, kept, window) in enumerate(EQUAL_CASES):
+            both = BOTH if number else ALL
+            own_bits_of_queries(heads, kept, attend=equal_parts_gpu.attend, window=window, both=both)
+    for heads, kept, window in EQUAL_CASES[:3]:
+        how: Any = {"lengths": (70, 8, 33), "queries": (8, 2, 5), "window": window, "kept": kept}
+        attend = partial(equal_parts_gpu.attend, kept=kept)
+        wanted = by_lengths(varlen.unpacking(varlen_attention, kept), heads, **how)
+        assert_near(by_lengths(attend, heads, **how), wanted, tolerance=2e-3)
+
+
+def bits_of_prompts() -> None:
+    """The tokens of a prompt, in groups of positions, have the bits that they have alone."""
+    heads, length = Heads(6, 2, 16, 0.25), 75
+    keys, values = some(2, length, heads.num_kv, heads.dim)
+    queries, numbers = some(length, heads.num, heads.dim), partial(torch.tensor, dtype=torch.int32)
+
+    def attended(first: int, number: int, window: int | None) -> Tensor:
+        sequences = Sequences(numbers([0, number]), numbers([0, 0]), numbers([first + number]), number, length + 90)
+        how: Any = {"scale": heads.scale, "window": window}
+        return equal_parts_gpu.attend(queries[first : first + number], keys, values, sequences, **how)
+
+    for window in (None, 20):
+        whole = attended(0, length, window)
+        for first, number in ((0, 1), (9, 1), (16, 1), (31, 2), (33, 40), (length - 1, 1)):
+            assert torch.equal(attended(first, number, window), whole[first : first + number]), (window, first)
+
+
+def planted_splits_are_found() -> None:
+    """Parts and inputs of a sum that depend on the number of positions, or rows."""
+
+    def by_positions(*operands: Any, **how: Any) -> Tensor:
+        slots = 32 if operands[3].most_queries > 4 else 16
+        with patch.object(equal_parts_gpu, "equal_part_slots", return_value=slots):
+            return equal_parts_gpu.attend(*operands, **how)
+
+    with pytest.raises(AssertionError, match=r"\(7, 5\)"):
+        own_bits_of_queries(*EQUAL_CASES[0][:2], attend=by_positions, both=[(2, 2), (7, 5)])
+    tiles = linear_gpu.tiles_of
+
+    def by_rows(*, num_rows: int, num_processors: int, **sizes: int) -> linear_gpu.Tiles:
+        return tiles(num_rows=num_rows, num_processors=num_processors if num_rows > 8 else 1, **sizes)
+
+    with patch.object(linear_gpu, "tiles_of", by_rows), pytest.raises(AssertionError):
+        bits_of_all_rows()
+
+
+def whole_model_of_equal_bits(kind: str, quantization: str = "none") -> None:
+    """The logits of a model that `reproducible=true` loads have the bits of single positions, prompts too."""
+    origin, precision = weights_of(modules(kind, DTYPE), what="model"), Precision(quantization=quantization)
+    packed: Any = importlib.import_module("llama_ssp.rooms.eight_bits.linear")
+    packed.few_rows_of, packed.compiled_for = (lambda *_: linear_gpu), (lambda *_: None)
+    with operators_of_gpus(), patch.object(varlen, "_CHECKED_LENGTHS", (90, 80, 77)):
+        loading = Loading(origin, device=CPU, reproducible=True, precision=precision)
+        runner = LeanRunner(loading, kernel=linear.PlainLinear, varlen=varlen_attention)
+    assert runner.is_invariant
+    runner.allocate(batch_size=2, capacity=40)
+    ids = random_ids(2, 30)
+
+    def read(rows: Sequence[int], first: int, number: int) -> Tensor:
+        places = (first + torch.arange(number)).expand(len(rows), -1).contiguous()
+        of = torch.tensor([*rows])
+        return runner.forward(ids[of].gather(1, places), places, bucket=40, cache_rows_B=of)
+
+    alone = torch.cat([torch.cat([read([row], at, 1) for at in range(18)], 1) for row in range(2)])
+    for rows, first, number in (([1, 0], 15, 3), ([1], 9, 9), ([0, 1], 0, 18)):
+        assert torch.equal(read(rows, first, number), alone[rows, first : first + number]), (rows, number)
+    prompts = Prompts(ids, torch.tensor([18, 13]), [18, 13], longest=18)
+    found = read_prompts(runner, prompts, rows=[0, 1], buckets=Buckets(step=40, num_slots=40))
+    assert torch.equal(found, torch.stack([alone[0, 17], alone[1, 12]]))
+
+
+def equal_bits() -> None:
+    """Everything that `reproducible=true` runs."""
+    with dots_in_order():
+        for each in (bits_of_all_rows, bits_of_equal_parts, planted_splits_are_found):
+            each()
+
+
+def prompts_of_equal_bits() -> None:
+    """The part of `equal_bits` that takes seconds."""
+    with dots_in_order():
+        bits_of_prompts()
+
+
+def models_of_equal_bits() -> None:
+    """Plain and packed weights, and windows."""
+    with dots_in_order(), patch.object(one_order, "_CHECKED_SLOTS", 60):
+        whole_model_of_equal_bits("mistral, window")
+        whole_model_of_equal_bits("llama", "int8_weight_only")
+
+
 @contextmanager
 def operators_of_gpus() -> Iterator[None]:
     """In the block a CPU has the operators of a GPU that are chosen when a model is built."""
-    chosen = records.BETWEEN, records.ATTENTION_BY_LENGTH, records.RECURRENCE, records.JOINED_EXPERTS
+    chosen = [records.BETWEEN, records.ATTENTION_BY_LENGTH, records.RECURRENCE, records.JOINED_EXPERTS]
+    chosen.append(records.EQUAL_BITS)
     with patch.dict(OPERATORS.records):
         for record in chosen:
             OPERATORS.register(replace(record, device="cpu"))
@@ -607,14 +732,16 @@ def recurrent_layers() -> None:
         model = tiny_model(kind, **heads)
         recurrent.adapt(model)
         mixer: Any = next(recurrent.mixers_of(model))
-        right = choice_of_recurrence._tried(mixer, model.config.hidden_size)
-        layer, x_BTE = recurrent.state_of(mixer), torch.randn(2, 3, model.config.hidden_size, generator=GENERATOR)
+        layer, width = recurrent.state_of(mixer), model.config.hidden_size
+        like = recurrent.convolution_of(mixer).weight
+        right = choice_of_recurrence._tried(mixer, width, recurrent.mix_of(mixer), layer, like)
+        x_BTE = torch.randn(2, 3, width, generator=GENERATOR)
         found: dict[str, list[Tensor]] = {}
-        for name, batch_size, width in (("all", 2, 3), ("a row", 1, 3), ("a token", 2, 1), ("operators", 2, 3)):
+        for name, batch_size, num_tokens in (("all", 2, 3), ("a row", 1, 3), ("a token", 2, 1), ("operators", 2, 3)):
             mixer.own_kernels = None if name == "operators" else right
             cache = StateCache([layer], batch_size=batch_size, num_kept=3, dtype=torch.float32)
             outputs = []
-            for x, positions in zip(x_BTE.split(width, 1), torch.arange(3).split(width), strict=True):
+            for x, positions in zip(x_BTE.split(num_tokens, 1), torch.arange(3).split(num_tokens), strict=True):
                 view = cache.view(positions.expand(batch_size, -1), taken_B=None, cache_rows_B=None)
                 with patch.object(functional, "linear", of_each_row):
                     outputs.append(recurrent.mix_of(mixer)(mixer, x[:batch_size], view))
@@ -663,6 +790,9 @@ PARTS: dict[str, Sequence[Callable[[], None]]] = {
     ],
     "own bits": [own_bits],
     "latents": [attention_to_latents, wrong_latents_are_not_used],
+    "equal bits": [equal_bits],
+    "prompts of equal bits": [prompts_of_equal_bits],
+    "models of equal bits": [models_of_equal_bits],
     "recurrent layers": [recurrent_layers, wrong_recurrence_is_not_used],
     "several ranks": [several_ranks],
     "llama, no groups": [partial(whole_model, "llama, no groups")],

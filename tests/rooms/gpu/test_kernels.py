@@ -14,17 +14,24 @@ import pytest
 import torch
 from torch import Tensor
 
-from llama_ssp.architectures.engine import LATENT_PARTS, LATENT_QUERIES, PART_SLOTS, most_parts
+from llama_ssp.architectures.engine import (
+    LATENT_PARTS,
+    LATENT_QUERIES,
+    PART_SLOTS,
+    equal_part_slots,
+    equal_tile_rows,
+    most_parts,
+)
 from llama_ssp.architectures.matrices import tokens_of_a_block
 from llama_ssp.kernels.parts import rows_of
 from llama_ssp.storage.formats import CACHES
-from tests.helpers.lanes import grid, slow
+from tests.helpers.lanes import grid, heavy, slow
 from tests.rooms.gpu.ahead_of_time import CAPABILITIES, CHAINED, Compiled, compile_kernel
 
 pytestmark = pytest.mark.triton
 pytest.importorskip("triton")
-NAMES = ("between", "linear", "halves", "attention", "draw", "recurrence", "latents")
-between_gpu, linear_gpu, halves_gpu, attention_gpu, draw_gpu, recurrence_gpu, latents_gpu = (
+NAMES = ("between", "linear", "halves", "attention", "equal_parts", "draw", "recurrence", "latents")
+between_gpu, linear_gpu, halves_gpu, attention_gpu, equal_parts_gpu, draw_gpu, recurrence_gpu, latents_gpu = (
     import_module(f"llama_ssp.rooms.gpu.kernels.{name}") for name in NAMES
 )
 
@@ -134,6 +141,33 @@ def test_attention_to_latents_needs_no_stack(capability: int, dtype: str, rank: 
     assert found.is_chained == whole.is_chained == (capability >= CHAINED)
 
 
+@grid(
+    capability=CAPABILITIES, dtype=["fp16", "bf16"], head_dim=[96, 64], group=[4, 48], has_window=[False, True],
+    cache=[*CACHES.all()],
+)  # fmt: skip
+def test_attention_in_equal_parts_needs_no_stack_and_multiplies_every_key_once_a_tile(
+    capability: int, dtype: str, head_dim: int, group: int, *, has_window: bool, cache: str
+) -> None:
+    """Whatever the rows and positions, a model has one tile."""
+    dims, slots, rows = 128 if head_dim > 64 else 64, PART_SLOTS, equal_tile_rows(group)
+    kept = rows_of(cache, NUMBERS[dtype])
+    types = {name: kind.format(dtype) for name, kind in ATTENTION.items()}
+    types |= dict.fromkeys(("keys", "values"), STORED[kept.stored_dtype])
+    shared = {"GROUP": group, "HEAD_DIM": head_dim, "HAS_WINDOW": has_window, "PART": equal_part_slots(8), "ROWS": rows}
+    uneven = "left", "num_parts", "first_group", "num_groups"
+    compiled = partial(compile_kernel, types=types, capability=capability, uneven=uneven)
+    found = compiled(
+        equal_parts_gpu.attend_equal_part, constants={**shared, "DIMS": dims, "SLOTS": slots,
+                                                      "KIND": attention_gpu.KINDS.get(kept.dtype, 0)},
+        num_warps=rows // 16, num_stages=3,
+    )  # fmt: skip
+    assert found.shared_bytes <= MOST_SHARED
+    if rows < 64:
+        assert found.count(r"\bHMMA\.16816\.F32") == 2 * (slots // 8) * (dims // 16)
+    whole = compiled(equal_parts_gpu.join_parts, constants={**shared, "JOINED": 32, "WIDTH": 32}, num_warps=4)
+    assert found.is_chained == whole.is_chained == (capability >= CHAINED)
+
+
 @grid(capability=CAPABILITIES, vocab_size=[128_256])
 def test_the_kernels_of_a_draw_need_no_stack(capability: int, vocab_size: int) -> None:
     tokens = tokens_of_a_block(vocab_size)
@@ -176,6 +210,9 @@ def test_norms_and_gates_need_no_stack_and_read_weights_alone_before_they_wait(
         ["quantized cache", "several ranks"],
         ["latents"],
         slow(["own bits"]),
+        heavy(["prompts of equal bits"]),
+        slow(["equal bits"]),
+        slow(["models of equal bits"]),
         slow(["llama, no groups", "mistral, window", "qwen3 by masks", "quantized weights"]),
     ],
     ids=", ".join,
@@ -275,12 +312,12 @@ def test_the_kernel_of_one_row_reads_16_bytes_at_once_and_its_first_weights_befo
     assert not found.count(r"\bBAR")
 
 
-@grid(capability=CAPABILITIES, dtype=["fp16", "bf16"], num_rows=[5, 16])
+@grid(capability=CAPABILITIES, dtype=["fp16", "bf16"], num_rows=[5, 16, 20])
 def test_every_weight_of_16_bits_is_multiplied_once(capability: int, dtype: str, num_rows: int) -> None:
     found = compiled("halves", capability, dtype, num_rows)
     assert found.shared_bytes <= MOST_SHARED_OF_FEW_ROWS
     num_tiles = num_weights("halves", dtype) // (16 * 16)
-    assert found.count(r"\bHMMA\.16816\.F32") == num_tiles * (2 if num_rows > 8 else 1)
+    assert found.count(r"\bHMMA\.16816\.F32") == num_tiles * {5: 1, 16: 2, 20: 4}[num_rows]
 
 
 @grid(num_experts=[127, 512], capability=CAPABILITIES)
@@ -399,8 +436,9 @@ def test_blocks_cover_all_rows_outputs_and_inputs_and_none_is_empty(
         assert (number - 1) * of_a_block < size <= number * of_a_block
 
 
-@grid(shape=[shape for shape, _, _ in SHAPES.values()], value_bytes=[2, 4])
-def test_the_inputs_of_a_sum_do_not_depend_on_the_number_of_rows(shape: tuple[int, int], value_bytes: int) -> None:
+@grid(shape=[shape for shape, _, _ in SHAPES.values()], form=["int8", "int8, fp32", "halves", "int4"])
+def test_the_inputs_of_a_sum_do_not_depend_on_the_number_of_rows(shape: tuple[int, int], form: str) -> None:
     """Verifying K + 1 tokens then gives the bits of decoding them one by one."""
-    cuts = [tiles(num_rows, *shape, value_bytes=value_bytes) for num_rows in range(1, 65)]
+    form, *wide = form.split(", ")
+    cuts = [tiles(num_rows, *shape, form=form, value_bytes=4 if wide else 2) for num_rows in (*range(1, 65), 512)]
     assert len({cut._replace(rows=0, num_stages=0, grid=cut.grid[1:]) for cut in cuts}) == 1

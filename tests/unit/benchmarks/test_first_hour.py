@@ -19,6 +19,7 @@ from benchmarks.first_hour.runner import FAIL, HANG, PASS, SKIP, SKIPPED, Step
 from benchmarks.first_hour.step import Where
 from llama_ssp.catalogue import Dtype
 from llama_ssp.kernels.parts import Sequences
+from llama_ssp.models.llama.decoder import LeanRunner
 
 CPU = Where(torch.device("cpu"), is_small=True)
 Attend = Callable[..., Tensor]
@@ -144,11 +145,34 @@ def test_torchs_operators_are_near_fp64(name: str) -> None:
 @pytest.mark.heavy
 @pytest.mark.parametrize(
     "name",
-    ["graphs-fp32-batch-3", "rounds-head-2x2x1-fp32", "greedy-text", "near-fp32-int8_weight_only", "no-waits-replayed"],
+    [
+        "graphs-fp32-batch-3",
+        "rounds-head-2x2x1-fp32",
+        "greedy-text",
+        "near-fp32-int8_weight_only",
+        "no-waits-replayed",
+        "equal-bits-bf16",
+    ],
 )
 def test_the_engine_is_without_fault_on_a_cpu(name: str) -> None:
     with torch.inference_mode():
         assert [*engine.CHECKS[name](CPU)] == []
+
+
+@pytest.mark.heavy
+def test_bits_that_depend_on_the_number_of_rows_are_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "ROWS", 5)
+    monkeypatch.setattr(engine, "POSITIONS", 1)
+    forward = LeanRunner.forward
+
+    def changed(runner: LeanRunner, ids_BT: Tensor, *others: Tensor, **how: Any) -> Tensor:
+        return forward(runner, ids_BT, *others, **how) * (1 + 2**-20 * (len(ids_BT) > 4))
+
+    monkeypatch.setattr(LeanRunner, "forward", changed)
+    with torch.inference_mode():
+        faults = [*engine.CHECKS["equal-bits-bf16"](CPU)]
+    other = "have other bits than single positions"
+    assert faults == [f"5 rows of 1 positions {other}", f"prompts of 24 tokens {other}"]
 
 
 @pytest.mark.heavy

@@ -16,10 +16,7 @@ from llama_ssp.architectures.matrices import WholeParts, split_model
 from llama_ssp.catalogue import Dtype
 from llama_ssp.machines import hardware
 from llama_ssp.machines.hardware import HardwareConfig
-from llama_ssp.models.huggingface.latents import use_latents
-from llama_ssp.models.huggingface.runner import ModuleRunner
 from llama_ssp.models.prefill import Buckets
-from llama_ssp.models.tensor_parallel import shard
 from llama_ssp.planning.memory import (
     GRAPH_NODE_BYTES,
     bucket_of,
@@ -35,8 +32,9 @@ from llama_ssp.planning.weights import model_bytes, shares
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.settings.schema import DraftLayout
 from llama_ssp.weights.checkpoint import shape_of
-from tests.helpers.models import tiny_config, tiny_model
+from tests.helpers.models import module_runner, tiny_config, tiny_model
 from tests.helpers.planning import make_spec, small_model
+from tests.helpers.rooms import module_of
 
 A100, MI250, CPU = (hardware.load(name) for name in ("p4d_24xlarge", "mi250", "laptop_cpu"))
 
@@ -177,8 +175,8 @@ def test_what_latents_are_made_into_is_planned_as_torch_allocates_it(  # noqa: P
         "max_position_embeddings": 4096,
     }  # fmt: skip
     module, num_slots, batch_size = tiny_model(kind, **sizes), 2048, 2
-    use_latents(module)
-    runner = ModuleRunner(module, comm=Comm.single())
+    module_of("modules.latents").use_latents(module)
+    runner = module_runner(module)
     runner.allocate(batch_size=batch_size, capacity=num_slots, num_rolled_back=1)
     positions_BT = torch.arange(num_slots - positions, num_slots).repeat(batch_size, 1)
     scored_B1 = torch.full((batch_size, 1), positions - 1)
@@ -309,7 +307,8 @@ def test_each_rank_is_planned_exactly_what_the_loader_gives_it(name: str, num_ra
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(CONFIGS[name])
         own = split_model(shape, num_ranks=num_ranks, whole=whole)[rank]
-        shard(model, shape, Comm(rank=rank, size=num_ranks), own=own, whole=whole)
+        cut = module_of("modules.tensor_parallel").shard
+        cut(model, shape, Comm(rank=rank, size=num_ranks), own=own, whole=whole)
         if shape.tie_word_embeddings and model.lm_head.weight.shape == model.get_input_embeddings().weight.shape:
             model.lm_head.weight = model.get_input_embeddings().weight
         held = 2 * sum(parameter.numel() for parameter in model.parameters())
@@ -333,3 +332,14 @@ def test_halved_matrices_are_kept_in_whole_blocks_of_inputs() -> None:
     assert matrices_bytes(256) == kept(256, columns=256, of_output=64)
     # No whole blocks of 16: FBGEMM's kernel keeps blocks of 512 inputs.
     assert matrices_bytes(264) == kept(264, columns=512, of_output=512)
+
+
+def test_attention_of_equal_bits_keeps_the_sums_of_as_many_groups_as_fit() -> None:
+    """64 MiB at the most."""
+    plain, equal = (
+        [memory(make_spec("llama3_8B", prompt_tokens=number, equal_bits=is_equal), A100)[0].activations_bytes
+         for number in (100, 4000)]
+        for is_equal in (False, True)
+    )  # fmt: skip
+    assert equal[0] < plain[0]
+    assert 0.8 * 2**26 < equal[1] - plain[1] <= 2**26

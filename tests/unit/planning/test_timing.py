@@ -296,3 +296,11 @@ def test_the_prompt_of_several_samples_is_read_once() -> None:
     )
     assert samples.prefill_s == one.prefill_s < eight.prefill_s / 4
     assert samples.plain_s == eight.plain_s
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8_weight_only", "int4_weight_only"])
+def test_prompts_cost_more_with_equal_bits_and_steps_of_a_row_as_much(quantization: str) -> None:
+    made = partial(make_spec, "7B", prompt_tokens=512, of_target={"quantization": quantization})
+    times = [times_of(made(equal_bits=is_equal), A100) for is_equal in (False, True)]
+    assert times[1].target_forward.total_s == pytest.approx(times[0].target_forward.total_s)
+    assert 1.5 < times[1].prefill_s / times[0].prefill_s < 12

@@ -71,6 +71,41 @@ def unpacked(rows, starts, dims, is_slot, dtype: tl.constexpr, HEAD_DIM: tl.cons
     return numbers.to(dtype)
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def over_slots(  # type: ignore[no-untyped-def]
+    query, keys, values, positions, start, stop, length, first_slot, head, scale, left, slot_stride, head_stride,
+    HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, HAS_WINDOW: tl.constexpr, SLOTS: tl.constexpr, ROWS: tl.constexpr,
+    KIND: tl.constexpr,
+):  # fmt: skip
+    """Attend from a tile of queries at `positions` to slots of a row, SLOTS at once.
+
+    Returns the sums, the largest scores and the sums of weights. A step of which a query sees nothing leaves its bits
+    as they are: sums are multiplied by 2^0, which is 1, and zeros are added.
+    """
+    dims = tl.arange(0, DIMS)
+    peak = tl.full((ROWS,), float("-inf"), dtype=tl.float32)
+    total = tl.zeros((ROWS,), dtype=tl.float32)
+    attended = tl.zeros((ROWS, DIMS), dtype=tl.float32)
+    for at in range(start, stop, SLOTS):
+        slots = at + tl.arange(0, SLOTS)
+        here = (first_slot + slots) * slot_stride + head.to(tl.int64) * head_stride
+        key = unpacked(keys, here, dims, slots < length, query.dtype, HEAD_DIM, KIND)
+        value = unpacked(values, here, dims, slots < length, query.dtype, HEAD_DIM, KIND)
+        scores = tl.dot(query, tl.trans(key)) * scale
+        is_seen = slots[None, :] <= positions[:, None]
+        if HAS_WINDOW:
+            is_seen &= slots[None, :] >= positions[:, None] - left
+        scores = tl.where(is_seen, scores, float("-inf"))
+        higher = tl.maximum(peak, tl.max(scores, 1))
+        shift = tl.where(higher == float("-inf"), 0.0, higher)  # a query that sees nothing here
+        weights = tl.exp2(scores - shift[:, None])
+        fading = tl.exp2(peak - shift)
+        total = total * fading + tl.sum(weights, 1)
+        attended = tl.dot(weights.to(value.dtype), value, attended * fading[:, None])
+        peak = higher
+    return attended, peak, total
+
+
 @triton.jit(do_not_specialize=["left", "num_parts"])  # type: ignore[untyped-decorator]
 def attend_part(  # type: ignore[no-untyped-def]
     queries, keys, values, first_queries, first_slots, used, parts, sums,
@@ -96,27 +131,11 @@ def attend_part(  # type: ignore[no-untyped-def]
     own = tokens * query_stride + heads * query_head_stride
     query = tl.load(queries + own[:, None] + dims[None, :], mask=is_query, other=0.0)
     positions = length - num_queries + places
-    peak = tl.full((ROWS,), float("-inf"), dtype=tl.float32)
-    total = tl.zeros((ROWS,), dtype=tl.float32)
-    attended = tl.zeros((ROWS, DIMS), dtype=tl.float32)
     first_slot = tl.load(first_slots + row).to(tl.int64)
-    for at in range(start, stop, SLOTS):
-        slots = at + tl.arange(0, SLOTS)
-        here = (first_slot + slots) * slot_stride + head.to(tl.int64) * head_stride
-        key = unpacked(keys, here, dims, slots < length, query.dtype, HEAD_DIM, KIND)
-        value = unpacked(values, here, dims, slots < length, query.dtype, HEAD_DIM, KIND)
-        scores = tl.dot(query, tl.trans(key)) * scale
-        is_seen = slots[None, :] <= positions[:, None]
-        if HAS_WINDOW:
-            is_seen &= slots[None, :] >= positions[:, None] - left
-        scores = tl.where(is_seen, scores, float("-inf"))
-        higher = tl.maximum(peak, tl.max(scores, 1))
-        shift = tl.where(higher == float("-inf"), 0.0, higher)  # a query that sees nothing here
-        weights = tl.exp2(scores - shift[:, None])
-        fading = tl.exp2(peak - shift)
-        total = total * fading + tl.sum(weights, 1)
-        attended = tl.dot(weights.to(value.dtype), value, attended * fading[:, None])
-        peak = higher
+    attended, peak, total = over_slots(
+        query, keys, values, positions, start, stop, length, first_slot, head, scale, left, slot_stride, head_stride,
+        HEAD_DIM, DIMS, HAS_WINDOW, SLOTS, ROWS, KIND,
+    )  # fmt: skip
     mine = (tokens * tl.num_programs(1) * GROUP + heads) * num_parts + part
     tl.store(sums + mine, peak + tl.log2(total), mask=places < num_queries)
     attended /= tl.where(total > 0.0, total, 1.0)[:, None]
