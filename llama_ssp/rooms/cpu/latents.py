@@ -1,6 +1,6 @@
 """Attention to latents in one operator, `code.latents`, which reads them as the cache keeps them.
 
-Torch's operators (`rooms.modules.latents`) are the reference.
+Torch's operators (`kernels.latents.by_torch`) are the reference.
 
 Shapes: B rows, H heads, T positions, S slots, R numbers of a latent, P of a rotary key, D = R + P, W width of a kept
 part of a row.

@@ -394,7 +394,8 @@ def test_a_recurrence_without_a_rule_is_refused_for_its_layers(tmp_path: Path, k
 
 
 def test_a_bias_of_scores_by_distance_is_refused_by_plan_and_run_alike(tmp_path: Path) -> None:
-    CONFIG_MAPPING["falcon"](alibi=True).save_pretrained(tmp_path)
+    kind: Any = CONFIG_MAPPING["falcon"]
+    kind(alibi=True).save_pretrained(tmp_path)
     plan, run = partial(check_readable, tmp_path, "none"), partial(inspect, tmp_path, config_alone=True)
     for check in plan, lambda: check_model(run(), num_ranks=1):
         assert "this falcon model has alibi=true, a bias of scores by distance" in refusal(check)
