@@ -10,7 +10,7 @@ import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks import precisions
+from benchmarks import chats, long_prompts, precisions
 from benchmarks.measured import ROOT, Row, markdown, stored
 
 _SETTING = (
@@ -108,6 +108,8 @@ TEXTS: dict[str, tuple[str, Callable[[Row], str]]] = {
     "round": ("peers", round_text),
     "precisions": ("precisions", precisions.text),
     "gpu_peers": ("gpu_peers", gpu_peers_text),
+    "long_prompts": ("long_prompts", long_prompts.text),
+    "chats": ("chats", chats.text),
 }
 """By region, the program whose newest row it shows, and the text of a row."""
 

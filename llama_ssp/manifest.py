@@ -41,6 +41,21 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "config.json=dflash_config",
         "config.json=speculators_model_type",
     ),
+    "modules": (
+        "model_type=*",
+        *(
+            f"{kind}={name}"
+            for kind in ("model", "draft")
+            for name in (
+                "gemma2_2B",
+                "gemma2_9B",
+                "gpt_neo_1.3B",
+                "gpt_neox_20B",
+                "mixtral_8x7B",
+                "qwen3_30B_A3B",
+            )
+        ),
+    ),
     "python_ranks": ("argument=ranks",),
     "reports": ("command=report", "setting=figure"),
     "self_drafts": ("draft=self",),
@@ -50,14 +65,20 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "tokenizers": ("setting=draft.tokenizer", "tokenizer=own"),
     "windows": ("setting=draft.window", "setting=draft.sinks"),
 }
-"""Requests for a room: kind and name, as `unknown_name` is given them; a field is one of a line of prompts."""
+"""Requests for a room: kind and name, as `unknown_name` is given them; a field is one of a line of prompts.
+
+`*` stands for every name.
+"""
+NEEDS = {"accelerate": "modules", "deepspeed": "modules", "heads.library": "modules"}
+"""Rooms, or modules of rooms, that import another room: they go with it."""
 FOLDER = Path(__file__).parent / "rooms"
 
 
 @cache
 def present() -> tuple[str, ...]:
     """The names of the rooms of this installation, sorted."""
-    return tuple(found.name for found in iter_modules([str(FOLDER)]))
+    found = [each.name for each in iter_modules([str(FOLDER)])]
+    return tuple(name for name in found if NEEDS.get(name, name) in found)
 
 
 def records_of_rooms() -> tuple[str, ...]:
@@ -78,6 +99,8 @@ def _conf_of(rooms: tuple[str, ...]) -> tuple[Path, ...]:
 def absent(kind: str, name: str) -> str | None:
     """The sentence for a name that a missing room has; None if no missing room has it."""
     for room, asked in ROOMS.items():
-        if f"{kind}={name}" in asked and room not in present():
-            return f"{kind}={name} needs llama_ssp/rooms/{room}, which this installation lacks: install it whole"
+        if room not in present() and not {f"{kind}={name}", f"{kind}=*"}.isdisjoint(asked):
+            needed = NEEDS.get(room, room)
+            missing = room if needed in present() else needed
+            return f"{kind}={name} needs llama_ssp/rooms/{missing}, which this installation lacks: install it whole"
     return None

@@ -13,8 +13,9 @@ instructions of this machine, or because the operator does not agree with its re
     joined_experts        the same                                experts whose weights are joined
     between               `models.llama.decoder`                  what stands between products, `OwnKernels`
     attention_by_length   the same                                attention of rounds by the lengths of rows
+    latents               `kernels.latents`                       attention to latents, a `LatentAttention`
     equal_bits            the same                                what `reproducible=true` needs, an `EqualBits`
-    recurrence            `models.huggingface.recurrent`          a layer's tokens taken in whole
+    recurrence            the runner of a `ModelLibrary`          a layer's tokens taken in whole
     draw, softmax, draw_in_blocks   `speculate.sampling`          the functions of `processors` and `shards`
     sums                  `ranks.comms`                           sums over ranks, an `OwnSums`
     messages              the same                                memory that ranks share, a `Board`

@@ -3,10 +3,12 @@
     python -m tests.measures
 
 Prints a table: lines of Python with and without rooms, references to rooms outside them, attributes that are set on
-objects from outside their classes, and exceptions from the formatter and the linter.
+objects from outside their classes, and exceptions from the formatter and the linter. A second table has abilities that
+are no rooms: lines without rooms that name them, and files with such lines.
 """
 
 import ast
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -18,6 +20,16 @@ ROOMS = PACKAGE / "rooms"
 OF_THE_CORE = {"int8", "acceptance", "self"}
 """Names that rooms share with what the core speaks of: a format of numbers, the figure of a pair, a first argument."""
 
+WOVEN = {
+    "trees": r"[Tt]ree",
+    "experts": r"[Ee]xpert",
+    "recurrent layers": r"[Rr]ecurren|LayerState|State(Cache|View)|KeptStates|num_kept",
+    "overlap": r"[Oo]verlap|[Ff]lying",
+    "sums over ranks": r"own_sums|OwnSums|with_peers|[Bb]oard\b",
+    "adaptive lengths": r"[Aa]daptive",
+}
+"""Abilities of the core, and expressions that find their names; docs/design/rooms.md says what keeps them there."""
+
 
 def num_lines(files: list[Path]) -> int:
     """Count lines of files."""
@@ -26,8 +38,9 @@ def num_lines(files: list[Path]) -> int:
 
 def names_of(room: str) -> set[str]:
     """Public names that a room's records define."""
-    tree = ast.parse((ROOMS / room / "records.py").read_text())
-    defined = [node.name for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)]
+    files = [*(ROOMS / room).glob("records.py"), *(ROOMS / room / "records").glob("*.py")]
+    nodes = [node for file in files for node in ast.parse(file.read_text()).body]
+    defined = [node.name for node in nodes if isinstance(node, ast.ClassDef | ast.FunctionDef)]
     return {name for name in defined if not name.startswith("_")}
 
 
@@ -38,7 +51,7 @@ def references(file: Path, rooms: Sequence[str]) -> Iterator[str]:
         word.partition("=")[2]
         for room in rooms
         for word in manifest.ROOMS[room]
-        if not word.startswith(("argument=", "field="))
+        if not word.startswith(("argument=", "field=", "model_type="))
     }
     asked -= OF_THE_CORE
     modules = tuple(f"llama_ssp.rooms.{room}" for room in rooms)
@@ -70,7 +83,7 @@ def is_own(target: ast.Attribute) -> bool:
 
 
 def set_from_outside(trees: dict[Path, ast.Module]) -> Iterator[str]:
-    """Yield assignments to attributes of objects whose classes stand in other files of the package."""
+    """Yield assignments to attributes whose names classes of other files of the package have, and their comments."""
     owners: dict[str, set[Path]] = {}
     for file, tree in trees.items():
         fields = [
@@ -83,7 +96,8 @@ def set_from_outside(trees: dict[Path, ast.Module]) -> Iterator[str]:
     for file, tree in trees.items():
         for target in assigned(tree):
             if not is_own(target) and file not in owners.get(target.attr, {file}):
-                yield f"{file.relative_to(ROOT)}:{target.lineno} {ast.unparse(target)}"
+                _, _, reason = file.read_text().splitlines()[target.lineno - 1].partition("  # ")
+                yield f"{file.relative_to(ROOT)}:{target.lineno} {ast.unparse(target)}: {reason or 'no reason'}"
 
 
 def main() -> None:
@@ -103,6 +117,9 @@ def main() -> None:
     }
     for name, number in rows.items():
         print(f"{name:<34}{number:>7,}")
+    for name, expression in WOVEN.items():
+        named_in = [found for file in core if (found := len(re.findall(f".*({expression}).*", file.read_text())))]
+        print(f"{name:<34}{sum(named_in):>7,} lines in {len(named_in)} files")
     print(*named, *outside, sep="\n")
 
 

@@ -21,11 +21,11 @@ from torch import Tensor
 from benchmarks.decoding import default_prompts, run_config
 from llama_ssp import catalogue, load
 from llama_ssp.catalogue import Dtype
-from llama_ssp.models.huggingface.modules import load_modules
 from llama_ssp.models.weights import Loading
 from llama_ssp.ranks.world import start
 from llama_ssp.rooms.heads.sources import HeadSource
 from llama_ssp.rooms.heads.synthetic import SMALL_HEAD
+from llama_ssp.rooms.modules.building import load_modules
 from llama_ssp.rooms.synthetic.records import AGREEMENT_FILE, NAME, SyntheticConfig
 from llama_ssp.rooms.synthetic.source import SMALL_MODELS, Synthetic
 from llama_ssp.run.checkpoints import find_sources

@@ -21,8 +21,10 @@ from benchmarks.first_hour.step import Check, Where, main, say, skip
 from llama_ssp.architectures.engine import FIRST_CAPABILITY_BY_LENGTH
 from llama_ssp.kernels.attention_by_length import VarlenAttention, capability_of, flash_attention
 from llama_ssp.kernels.between import rotate_write
+from llama_ssp.kernels.latents import by_torch as latents_by_torch
+from llama_ssp.kernels.latents import find_attention as find_latents
 from llama_ssp.kernels.linear import Linear, PlainLinear
-from llama_ssp.kernels.parts import Heads, RmsNorm, Sequences
+from llama_ssp.kernels.parts import Heads, KeptRows, RmsNorm, Sequences
 from llama_ssp.rooms.eight_bits.linear import int8_weight_only_linear
 from llama_ssp.rooms.four_bits.linear import int4_weight_only_linear
 from llama_ssp.settings.schema import SamplingConfig, VerificationConfig
@@ -181,6 +183,31 @@ def _torch_s(where: Where) -> Iterable[str]:
     return attention(flash_attention if where.is_gpu else in_fp64(None), where)
 
 
+def latents(where: Where) -> Iterator[str]:
+    """Attention to latents by the device's operator, or torch's: rounds of rows of some lengths, as of DeepSeek V3."""
+    dtype = torch.float16 if where.is_gpu else torch.float32
+    rank, rotary, num_heads = (64, 16, 4) if where.is_small else (512, 64, 16)
+    width, exact = rank + rotary, KeptRows(torch.float64)
+    sizes = {"num_heads": num_heads, "rank": rank, "rotary": rotary}
+    attend = find_latents(where.device, **sizes, kept=KeptRows(dtype), dtype=dtype)
+    all_rows, all_slots = ((1, 3), (200,)) if where.is_small else ((1, 8, 32), (1024, 8192))
+    for num_rows, num, num_slots in product(all_rows, (1, 5), all_slots):
+        num_bytes = num_rows * num_slots * width * dtype.itemsize
+        pools = _some(copies(num_bytes, where), num_rows, num_slots, width, like=(where, dtype))
+        queries = _some(num_rows, num_heads, num, width, like=(where, dtype))
+        ends = torch.tensor([num_slots // (1 + row % 3) for row in range(num_rows)], device=where.device)
+        last = ends[:, None] - torch.arange(num, 0, -1, device=where.device)
+        mask = torch.zeros(num_rows, 1, num, num_slots, dtype=dtype, device=where.device)
+        hidden = torch.arange(num_slots, device=where.device) > last[..., None]
+        mask.masked_fill_(hidden[:, None], float("-inf"))
+        parts, scale = [pool.split((rank, rotary), -1) for pool in pools], 4 * width**0.5
+        latents_BSR, rotary_BSP = (part.double() for part in parts[0])
+        wanted = latents_by_torch(queries.double(), latents_BSR, rotary_BSP, mask.double(), scale, kept=exact)
+        pieces = [partial(attend, queries, *each, mask, scale) for each in parts]
+        name = f"{num_rows} rows of {num_slots} slots, {num} positions"
+        yield from judge(name, pieces, wanted, where, num_bytes=num_bytes)
+
+
 def products(
     where: Where, *, kind: Callable[[Tensor, None], Linear], bits: int,
     all_rows: Sequence[int] = (1, 5, 32, 64, 128, 512),
@@ -297,6 +324,7 @@ def _some(*shape: int, like: tuple[Where, torch.dtype]) -> Tensor:
 CHECKS: dict[str, Check] = {
     "attention-torch": _torch_s,
     "attention-ours": _ours,
+    "latents": latents,
     "rotary": rotary,
     "norms": norms,
     "products": partial(products, kind=PlainLinear, bits=16),

@@ -16,8 +16,11 @@ MOST_GRAPHED_BUCKETS = 16
 """Buckets that have CUDA graphs at a time, the latest that rounds have read: a long text passes through hundreds."""
 LANES = 16
 """Numbers of a vector of the compiled kernels of CPUs; attention is compiled for heads of whole vectors."""
-WHOLE_LAYER_TOKENS = 16
-"""The most tokens of a forward on a CPU whose layers are one operator; more take one for each product."""
+WHOLE_LAYER_TOKENS = 144
+"""The most tokens of a forward on a CPU whose layers are one operator, a short prompt or a round of 16 rows and K = 8.
+
+More take an operator for each product, which is as fast.
+"""
 LARGEST_HEAD_BY_LENGTH, FIRST_CAPABILITY_BY_LENGTH = 256, 8.0
 """The most dimensions of a head, and the first compute capability, that attention by lengths runs on."""
 PART_SLOTS, ROW_PROGRAMS = 16, 256
@@ -26,6 +29,9 @@ PART_SLOTS, ROW_PROGRAMS = 16, 256
 On an H200, 5 queries over 2048 slots of 32 heads took 25 us with 128 programs, 17 with 256, 15 with 512; and 32 rows
 of 1000 slots and 8 key-value heads took 48, 52 and 74.
 """
+LATENT_PARTS, LATENT_QUERIES = (64, 64, 512), 32
+"""Attention to latents on a GPU cuts a text into so many parts of so many slots, then into longer ones; the most
+queries of a program that reads one."""
 EQUAL_PARTS_BYTES, _EQUAL_ROWS = 2**26, 32
 """Sums of attention with `reproducible=true` on a GPU that are kept at once, and the rows of its tiles.
 
@@ -57,6 +63,12 @@ def expands_latents(num_positions: int, *, rank: int, made: int) -> bool:
     return num_positions * (2 * rank - made) > rank * made
 
 
+def latent_parts(num_slots: int, parts: tuple[int, int, int] = LATENT_PARTS) -> int:
+    """The number of parts of a text; see `LATENT_PARTS`."""
+    number, short, long = parts
+    return -(-min(num_slots, number * short) // short) - (-max(num_slots - number * short, 0) // long)
+
+
 STATE_VALUE_BYTES = 4  # Recurrent states are in fp32, whatever the model is in.
 
 
@@ -81,6 +93,15 @@ def most_drafted_for(context: int, num_steps: int) -> int:
 def window_slots(num_kept: int, num_drafted: int) -> int:
     """Cache slots of a row of a draft that keeps `num_kept` tokens, with those that it reads at once and drafts."""
     return whole_steps(num_kept + CATCH_UP_CHUNK + num_drafted + 1)
+
+
+def tap_slots(num_kept: int, num_drafted: int, *, num_slots: int) -> int:
+    """Slots of a row's taps for a head that keeps `num_kept` pairs, of a target with `num_slots`.
+
+    A head that begins anew reads the window before the K + 1 newest pairs, while rounds write as many beyond them; rows
+    of texts that have ended may be two rounds further. One slot takes what is not read.
+    """
+    return min(num_kept + 4 * (num_drafted + 1) + 3, num_slots + 1)
 
 
 CATCH_UP_CHUNK = 64  # Tokens that a draft model reads at once after rounds in which it did not draft.

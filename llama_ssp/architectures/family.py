@@ -12,10 +12,11 @@ from importlib.resources import files
 from typing import Any, cast
 
 from llama_ssp import architectures
-from llama_ssp.architectures.matrices import Cut, Inventory, WholeParts, decoder
+from llama_ssp.architectures.matrices import Cut, Inventory, WholeParts
 from llama_ssp.architectures.model_files import TEXT_PARTS
 from llama_ssp.catalogue import ModelShape
 from llama_ssp.errors import ConfigError, PlacementError, shown
+from llama_ssp.manifest import absent
 from llama_ssp.registry import Registry
 from llama_ssp.untyped import LibraryPart, Parsed
 
@@ -125,15 +126,35 @@ register, families = FAMILIES.register, FAMILIES.all
 
 def record_of(model_type: str) -> Family:
     """The record of a family."""
-    return FAMILIES.records.get(model_type) or FAMILIES.find(model_type) or unwritten(model_type)
+    found = FAMILIES.records.get(model_type) or FAMILIES.find(model_type)
+    return found or library_of(model_type).record(model_type)
 
 
-def unwritten(model_type: str, **known: Any) -> Family:
-    """A record that says nothing of parameters: a plan counts the library's modules, else a Llama's."""
-    return Family(
-        model_type=model_type, parameters=decoder, windows=windows_of_layers, is_written=False, cuts_vocabulary=True,
-        **known,
-    )  # fmt: skip
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ModelLibrary:
+    """A library of model definitions, whose own modules run the kinds that the lean decoder does not.
+
+    Code is named as `module:function`, and imported when a model is described, checked or loaded.
+    """
+
+    name: str
+    record: Callable[[str], Family]  # of a kind that has none.
+    describe: str  # reads the `ModelShape` of a folder, with its modules, from its config.json.
+    with_modules: str  # makes a `weights.source.WeightSource` whose shape has the modules, of one without.
+    join: str  # joins stored tensors that its modules have as one, by name, of a folder.
+    match: str  # makes the `models.loading.MatchedLibrary` of a source, on `num_ranks` that hold some parts `whole`.
+    load: str  # makes the `models.runner.Runner` of a `models.weights.Loading`.
+
+
+LIBRARIES: Registry[ModelLibrary] = Registry(setting="model_type", kind=ModelLibrary)
+
+
+def library_of(model_type: str) -> ModelLibrary:
+    """The library that runs a kind; ConfigError if this installation has none."""
+    found = next(iter(LIBRARIES.all().values()), None)
+    if found is None:
+        raise ConfigError(absent("model_type", model_type) or f"no library runs {model_type} models here")
+    return found
 
 
 _SAME = {
@@ -312,6 +333,10 @@ def check_servable(field: Callable[[str], Any]) -> None:
     if is_encoder or field("use_bidirectional_attention") not in {None, False, "vision"} or field("is_causal") is False:
         wanted = "is_decoder=true" if is_encoder else "use_bidirectional_attention=false and is_causal=true"
         raise ConfigError(f"this {model} attends in both directions, and {wanted} is required")
+    if field("alibi"):
+        raise ConfigError(
+            f"this {model} has alibi=true, a bias of scores by distance, which the static cache's masks lack: {OTHER}"
+        )
     rope = field("rope_parameters") or field("rope_scaling") or {}
     for found in (rope, *(values for values in rope.values() if isinstance(values, dict))):
         rope_type = found.get("rope_type", found.get("type", "default"))

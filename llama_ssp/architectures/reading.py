@@ -16,14 +16,14 @@ from llama_ssp.architectures.family import (
     check_servable,
     inventory,
     kinds,
+    library_of,
     num_positions,
     record_of,
     text_part,
 )
-from llama_ssp.architectures.layers import Field
 from llama_ssp.architectures.model_files import read_json, read_model_config, refuse_other_kinds, require_folder
 from llama_ssp.catalogue import CONFIG_FILE, Dtype, ModelShape
-from llama_ssp.draft_heads import DraftHead, head_file
+from llama_ssp.draft_heads import DraftHead, Field, head_file
 from llama_ssp.errors import CheckpointError, ConfigError, PlacementError, SspError
 from llama_ssp.registry import imported
 from llama_ssp.storage.formats import PackedLayout
@@ -45,7 +45,6 @@ _NAMES = {
     "vocab_size": ("vocab_size",),
 }
 """Names of a size in the files of different families."""
-_DESCRIBE = "llama_ssp.models.huggingface.described:describe"
 
 
 def fields_of(content: Mapping[str, Any]) -> Field:
@@ -121,7 +120,7 @@ def read_config(folder: Path, *, describes: bool = True, of: DraftHead | None = 
         content = {**content, **text}
     field = fields_of(content)
     by_library = not family.is_written and (describes or not is_known)
-    shape, refusal = _by_modules(folder) if by_library else (None, "")
+    shape, refusal = _by_modules(folder, model_type) if by_library else (None, "")
     shape = _servable(field, file, shape, refusal, is_known=is_known)
     if family.modules and shape.modules is None and head is None:
         shape = replace(shape, modules=family.modules(field, shape))
@@ -155,10 +154,10 @@ def _servable(field: Field, file: Path, shape: ModelShape | None, refusal: str, 
     return replace(shape, refusal=refusal)
 
 
-def _by_modules(folder: Path) -> tuple[ModelShape | None, str]:
+def _by_modules(folder: Path, model_type: str) -> tuple[ModelShape | None, str]:
     """The sizes and modules of a checkpoint by the library, or why it has none; nothing without the library."""
     try:
-        describe = imported(_DESCRIBE, setting="a plan")
+        describe = imported(library_of(model_type).describe, setting="a plan")
     except ConfigError:
         return None, ""
     try:

@@ -22,12 +22,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig
-from transformers.cache_utils import Cache
 
-from llama_ssp.architectures.engine import saves_states
+from llama_ssp.architectures.engine import PREFILL_CHUNK, saves_states
 from llama_ssp.architectures.family import Chunk, num_positions, record_of, with_slots
 from llama_ssp.kernels.parts import KeptRows, rows_of
-from llama_ssp.models.states import LayerState, StateCache, StateView
+from llama_ssp.models.states import LayerState, StateCache
 from llama_ssp.ranks.comms import Comm, Reads
 from llama_ssp.storage.formats import OWN_DTYPE
 from llama_ssp.workspaces import PerBucket, Workspace
@@ -257,8 +256,13 @@ class CacheView(NamedTuple):
         keys, values = buffer.rows(self.cache_rows_B)
         return self.kept.unpack(keys, written_M2ND.dtype), self.kept.unpack(values, written_M2ND.dtype)
 
-    def update_joint(self, keys_MND: Tensor, values_MND: Tensor, number: int) -> tuple[Tensor, Tensor]:
-        """As `update` of keys and values of different widths, or of both parts of a latent: they lie side by side."""
+    def update_joint(
+        self, keys_MND: Tensor, values_MND: Tensor, number: int, *, unpacks: bool = True
+    ) -> tuple[Tensor, Tensor]:
+        """As `update` of keys and values of different widths, or of both parts of a latent: they lie side by side.
+
+        Unless it `unpacks` them, they are returned as they are kept.
+        """
         kept_MNW = torch.cat([self.kept.pack(keys_MND), self.kept.pack(values_MND)], -1)
         buffer = self.buffer(number, lambda: kept_MNW[:, None])
         buffer.parts.index_copy_(1, self.slots_M.to(kept_MNW.device), kept_MNW.transpose(0, 1))
@@ -266,48 +270,9 @@ class CacheView(NamedTuple):
         if self.cache_rows_B is not None:
             rows = rows.index_select(0, self.cache_rows_B.to(rows.device))
         keys, values = rows[..., :width], rows[..., width:]
+        if not unpacks:
+            return keys, values
         return self.kept.unpack(keys, keys_MND.dtype), self.kept.unpack(values, keys_MND.dtype)
-
-
-class LibraryCache(Cache):
-    """The cache interface of transformers over a `StaticCache`, whose slots some `layers` have.
-
-    Attributes:
-        view, states: of the current forward; `states` is None without recurrent layers.
-    """
-
-    view: CacheView
-    states: StateView | None = None
-
-    def __init__(self, layers: Sequence[int]) -> None:
-        super().__init__(layers=[])
-        self._places = {layer: place for place, layer in enumerate(layers)}
-
-    def __len__(self) -> int:
-        """Number of layers."""
-        return len(self._places)
-
-    def show(self, view: CacheView, states: StateView | None) -> None:
-        """Let a forward read and write these."""
-        self.view, self.states = view, states
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_args: object, **_kwargs: object
-    ) -> tuple[Tensor, Tensor]:
-        """Write the new keys and values (B, N, T, D) of one layer; returns all that may be read, (B, N, U, D).
-
-        They may differ in width, such as the parts of a latent.
-        """
-        place = self._places[layer_idx]
-        if key_states.shape[-1] != value_states.shape[-1]:
-            keys_MND, values_MND = (part.transpose(1, 2).flatten(0, 1) for part in (key_states, value_states))
-            return self.view.update_joint(keys_MND, values_MND, place)
-        written_M2ND = torch.cat([key_states, value_states], dim=1).transpose(1, 2).flatten(0, 1)
-        return self.view.update(written_M2ND, place)
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:  # noqa: ARG002 - the signature of transformers
-        """Always 0: rows have different lengths, and positions are always given."""
-        return 0
 
 
 def _causal_rows(capacity: int, *, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -402,6 +367,10 @@ class Taps(Workspace):
         self._first_B1 = torch.arange(batch_size, device=self._device)[:, None] * num_slots
         self.num_allocations += 1
 
+    def of_prompts(self, lengths_R: Tensor, rows: Sequence[int]) -> "Taps":  # noqa: ARG002
+        """The taps that forwards of prompts of these lengths write, which become these rows."""
+        return self
+
     def in_rows(self) -> Tensor:
         """The taps by rows and slots, (B, S, X)."""
         return self._kept_MX.view(self.num_rows, self._num_slots, -1)
@@ -441,6 +410,21 @@ class Taps(Workspace):
         kept_BSX = self.in_rows()
         for row in to_rows:
             kept_BSX[row, :num_tokens].copy_(kept_BSX[from_row, :num_tokens])
+
+    def clear(self, rows: Iterable[int]) -> None:
+        """Overwrite rows by zeros; see `StaticCache.clear`."""
+        for row in rows:
+            self.in_rows()[row].zero_()
+
+    def read_of_prompts(self, lengths_R: Tensor, *, first: int, longest: int) -> Iterator[Tensor]:
+        """The positions (R, T) of prompts, from `first` on, whose taps a head reads, by chunks."""
+        for start in range(first, longest, PREFILL_CHUNK):
+            positions_T = torch.arange(start, min(start + PREFILL_CHUNK, longest), device=lengths_R.device)
+            yield positions_T.expand(len(lengths_R), -1)
+
+    def read_of_newest(self, positions_BT: Tensor) -> Tensor:
+        """Those of some newest positions, the last ones of each row, whose taps a head reads."""
+        return positions_BT
 
     def share(self, positions_BT: Tensor, rows_B: Tensor | None = None, *, comm: Comm, src: int) -> None:
         """Give all ranks of `comm` the taps that rank `src` has at positions of rows."""

@@ -1,33 +1,33 @@
 """Loads this rank's part of a model, and checks before any rank starts that it can.
 
 Llama-like models and draft heads are built as our decoder at once, from a table of their parameters (`llama.table`).
-Other families run on the modules of transformers (`huggingface.loading`), which are imported for them alone.
+Other families run on the modules of a `ModelLibrary`, whose code is imported for them alone.
 """
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
-from typing import Any, cast
+from typing import Any, Protocol, TypeVar, cast
 
 from transformers import PretrainedConfig
 
 from llama_ssp import operators
-from llama_ssp.architectures.family import kept_whole, record_of
+from llama_ssp.architectures.family import kept_whole, library_of, record_of
 from llama_ssp.architectures.matrices import RankShard, WholeParts, check_inputs, split_model
 from llama_ssp.architectures.stages import stage_layers
 from llama_ssp.errors import CheckpointError, ConfigError
 from llama_ssp.models.llama.decoder import LeanRunner
-from llama_ssp.models.llama.table import match_lean
+from llama_ssp.models.llama.table import EMBEDDING, OUTPUT, match_lean
 from llama_ssp.models.runner import Runner
-from llama_ssp.models.weights import LINEAR, Loading, Parameter, returning_memory
-from llama_ssp.ranks.comms import Comm
+from llama_ssp.models.weights import LINEAR, Loading, Matched, Parameter, returning_memory
 from llama_ssp.registry import imported
 from llama_ssp.storage.formats import NO_QUANTIZATION, easiest_format, format_of
 from llama_ssp.weights.checkpoint import summary
 from llama_ssp.weights.source import PACKED, WeightSource, tap_source
 
 _log = logging.getLogger(__name__)
+Origin = TypeVar("Origin", bound=WeightSource)
 
 
 def load_model(loading: Loading) -> Runner:
@@ -44,14 +44,67 @@ def load_model(loading: Loading) -> Runner:
     """
     origin = loading.origin
     if not is_llama_kind(origin.config):
-        from llama_ssp.models.huggingface.loading import load_library  # noqa: PLC0415 - slow import
-
-        return load_library(loading)
+        runner: Runner = _of_library("load", origin)(loading)
+        return runner
     head = tap_source(origin)
     kind: type[LeanRunner] = imported(head.lean_runner, setting="draft") if head else LeanRunner
     with returning_memory():
         lean = kind(loading)
     return cast("LeanRunner", loading.into.model) if loading.into.fits else lean
+
+
+class MatchedLibrary(Protocol):
+    """A model of a library, with its parameters matched with its files, as `check_model` and draft heads ask for it.
+
+    Attributes:
+        matched: see `Matched`.
+        ignored: patterns of the names of tensors that the library does not read either.
+        vocabulary: the stored names of the embedding and the output.
+    """
+
+    matched: Matched
+    ignored: Collection[str]
+
+    @property
+    def vocabulary(self) -> tuple[str, str]:
+        """See the class."""
+
+    def check_experts(
+        self, shards: Sequence[RankShard], quantization: str, *, grouped_bytes: int, check: Callable[..., None]
+    ) -> None:
+        """Check each rank's experts by `check`, and that a product of all at once can take them; see `check_model`."""
+
+    def cut(self, own: RankShard) -> None:
+        """Cut the model for a rank; PlacementError if the library's plan cannot be followed."""
+
+
+def _of_library(name: str, origin: WeightSource) -> Any:  # noqa: ANN401 - as the record says
+    """The code of a field of the library's record."""
+    model_type = origin.shape.model_type
+    return imported(getattr(library_of(model_type), name), setting=f"model_type={model_type}")
+
+
+def _match_library(
+    origin: WeightSource, *, num_ranks: int = 1, whole: WholeParts = WholeParts.none
+) -> MatchedLibrary:  # fmt: skip
+    found: MatchedLibrary = _of_library("match", origin)(origin, num_ranks=num_ranks, whole=whole)
+    return found
+
+
+def vocabulary_of(origin: WeightSource) -> tuple[str, str]:
+    """The stored names of the embedding and the output of a model, which are one if they are tied."""
+    if not is_llama_kind(origin.config):
+        return _match_library(origin).vocabulary
+    sources = match_lean(origin, WholeParts.none).sources
+    return sources[EMBEDDING], sources[OUTPUT]
+
+
+def with_modules(origin: Origin) -> Origin:
+    """A source whose shape has the modules of its model by the library, if no record of its family says them."""
+    if record_of(origin.shape.model_type).is_written:
+        return origin
+    found: Origin = _of_library("with_modules", origin)(origin)
+    return found
 
 
 def is_llama_kind(config: PretrainedConfig) -> bool:
@@ -77,24 +130,13 @@ def check_model(
         ConfigError: the static cache cannot serve this model, or it cannot be quantized.
         PlacementError: the family is not supported, or cannot be split over these ranks in this precision.
     """
-    whole, model = kept_whole(origin.shape, whole), None
-    ignored: Collection[str] = ()
+    whole = kept_whole(origin.shape, whole)
     shards = split_model(origin.shape, num_ranks=num_ranks, quantization=quantization, whole=whole)
     stage_layers(origin.shape, num_stages)
-    if is_llama_kind(origin.config):
-        matched = match_lean(origin, whole)
-    else:
-        from llama_ssp.models.huggingface.loading import (  # noqa: PLC0415 - slow import
-            check_grouped_experts,
-            check_quantized_experts,
-        )
-        from llama_ssp.models.huggingface.modules import match_modules  # noqa: PLC0415 - slow import
-        from llama_ssp.models.tensor_parallel import shard  # noqa: PLC0415 - slow import
-
-        model, matched = match_modules(origin, num_ranks=num_ranks, whole=whole)
-        ignored = model._keys_to_ignore_on_load_unexpected or ()
+    library = None if is_llama_kind(origin.config) else _match_library(origin, num_ranks=num_ranks, whole=whole)
+    matched = library.matched if library else match_lean(origin, whole)
     kept = matched.check_packed(quantization)
-    names = matched.unread(ignored)
+    names = matched.unread(library.ignored if library else ())
     if names and origin.shape.is_head:
         raise CheckpointError(
             f"{origin.folder} holds tensors that no part of this head takes ({summary(names)}): it is of another kind "
@@ -105,15 +147,13 @@ def check_model(
     packed, storage = next(filter(PACKED, origin.tensors.values()), None), format_of(quantization)
     group = (packed and packed.group) or storage.packing.least_group
     check = partial(check_inputs, quantization, group=group, num_ranks=num_ranks, is_stored=packed is not None)
-    if model:
-        check_quantized_experts(model, origin.shape, quantization, num_ranks=num_ranks, check=check)
-        if grouped_bytes and not storage.is_quantized:
-            check_grouped_experts(model, shards, value_bytes=grouped_bytes)
+    if library:
+        library.check_experts(shards, quantization, grouped_bytes=grouped_bytes, check=check)
     linears = {layer: weight for name, weight in matched.table.items()
                if weight.role is LINEAR and (layer := name.removesuffix(".weight")) not in kept}  # fmt: skip
     _check_quantizable(linears, shards, quantization, compiles=compiles, check=check)
-    if model:
-        shard(model, origin.shape, Comm(rank=0, size=num_ranks), own=shards[0], whole=whole)
+    if library:
+        library.cut(shards[0])
 
 
 def _check_quantizable(

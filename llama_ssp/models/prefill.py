@@ -148,6 +148,7 @@ def read_prompts(
     padded = (
         _read_by_length if runner.is_invariant and not runner.is_recurrent else partial(_read_padded, num_left=num_left)
     )
+    taps = taps and taps.of_prompts(prompts.lengths_R, rows)
     read = partial(_read_packed if runner.packs_prompts else padded, runner, buckets=buckets, taps=taps)
     if not any(prompts.starts):
         return read(prompts, rows=rows)

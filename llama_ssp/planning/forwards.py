@@ -36,6 +36,8 @@ LIBRARY_SHARE = {"cuda": 2.0, "cpu": 4.0}
 calls, 57 to 142 in the families with records, with experts' operators."""
 _SCORES_MOVED = 9
 """How often a score of attention to latents is written or read: by two products, a mask, the softmax and a product."""
+_SUM_BYTES = 4
+"""Bytes of a number of a part's sums."""
 _FUSED_SUMS = 2  # Of a layer, that also add to the residual and compute the next norm.
 USUAL_SHARE = 0.75
 """Share of the best product's rate that prompts and large batches reach (`flops_share`)."""
@@ -286,9 +288,10 @@ def _attention_s(
     """Attention to `num_slots` slots in all layers, on the rank with the most heads: reading them, or the products.
 
     A position attends to itself and earlier ones, on average half of a block of positions. Each row reads its first
-    state, and writes the states after its tokens, of a prompt the last. Latents are read for the scores, and again for
-    their sums, without the rotary keys; scores are written and read. Where a chunk expands them, keys and values of all
-    heads are made of all slots: each number is written and read, and the latents are copied first.
+    state, and writes the states after its tokens, of a prompt the last. Latents are read once, and on a GPU sums of
+    parts of a text are written and read; torch's operators read latents for the scores and again, without the rotary
+    keys, for their sums, and write and read scores. Where a chunk expands them, keys and values of all heads are made
+    of all slots: each number is written and read, and the latents are copied first.
     """
     model, (num_heads, num_kv_heads) = placement.model, placement.most_heads
     shape, num_pairs = model.shape, num_slots - (num_positions - 1) / 2
@@ -305,8 +308,12 @@ def _attention_s(
             operations = 2.0 * slots * shape.latent_rank * num_heads * made
         else:
             widths = shape.latent_width + shape.latent_rank
-            read_bytes = batch_size * num_slots * model.latent_read_bytes
-            read_bytes += slots * size * _SCORES_MOVED * num_positions * num_heads
+            read_bytes = batch_size * num_slots * model.latent_read_bytes(hardware)
+            of_queries = slots * size * _SCORES_MOVED
+            if model.has_latent_kernel(hardware):
+                num_parts = engine.latent_parts(num_slots) if hardware.device == "cuda" else 0
+                of_queries = 2 * _SUM_BYTES * shape.latent_rank * num_parts * batch_size * num_layers
+            read_bytes += of_queries * num_positions * num_heads
     operations += 2 * batch_size * num_positions * num_pairs * num_heads * widths * num_layers
     if placement.equal_bits:  # a tile of queries reads its keys and values for itself
         group = num_heads // num_kv_heads

@@ -219,7 +219,7 @@ def _rank_memory(spec: PlanSpec, hardware: HardwareConfig, rank: int, target: _P
     terms = spec.free_terms
     own_slots = terms.copied_slots and terms.copied_slots + spec.round_positions
     held_slots, held_rows = num_slots + spec.spare_rows * spec.num_slots, spec.batch_size + spec.spare_rows
-    taps_bytes = held_slots * spec.tap_bytes  # where a head reads them, or they are sent from
+    taps_bytes = held_rows * spec.tap_slots * spec.tap_bytes  # where a head reads them, or they are sent from
     uniforms = 3 * spec.num_draft_tokens * spec.drafts + 4
     # All that the rows can need, in fp64, twice while all rows are admitted at once.
     uniforms_bytes = 2 * 8 * spec.batch_size * (spec.max_new_tokens + 1) * uniforms
@@ -363,15 +363,23 @@ def _equal_parts_bytes(spec: PlanSpec, model: PlannedModel, num_kv_heads: int, *
 def _latent_bytes(
     model: PlannedModel, part: _Part, hardware: HardwareConfig, *, num_slots: int, positions: int, is_chunk: bool
 ) -> int:
-    """Bytes that a layer makes of the latents of `num_slots` slots of a row: all scores, also in fp32.
+    """Bytes that a layer makes of the latents of `num_slots` slots of a row.
 
-    A chunk of a prompt copies the latents, and a cache of fewer bits is unpacked. A chunk that expands them has keys
-    without positions and values of all heads by one product, and whole keys. Where keys and values differ in width,
-    CPUs have no fused attention: it copies the keys and keeps the scores, at last without the keys as scores,
-    probabilities, and a byte for each.
+    torch's operators make all scores, also in fp32. Operators of a device read rows as they are kept; on a GPU each
+    part of a text has its own sums, and on a CPU queries and sums are in fp32. A chunk of a prompt copies the latents,
+    and for torch a cache of fewer bits is unpacked. A chunk that expands them has keys without positions and values of
+    all heads by one product, and whole keys. Where keys and values differ in width, CPUs have no fused attention: it
+    copies the keys and keeps the scores, at last without the keys as scores, probabilities, and a byte for each.
     """
     shape, size, scored = model.shape, DTYPE_BYTES[model.dtype], 0
     copied = (is_chunk * size + model.has_own_cache * (size + 2)) * shape.latent_width
+    if not expands_latents(shape, positions) and model.has_latent_kernel(hardware):
+        kept = is_chunk * num_slots * model.slot_bytes(shape.num_key_value_heads) // model.num_attention_layers
+        of_query = shape.latent_width + shape.latent_rank
+        in_fp32 = of_query * model.dtype.is_short
+        if hardware.device == "cuda":
+            in_fp32 = engine.latent_parts(num_slots) * (shape.latent_rank + 1)
+        return kept + part.num_heads * positions * (of_query * size + 4 * in_fp32)
     if not expands_latents(shape, positions):
         casts = size if size < 4 else 0  # noqa: PLR2004 - bytes of fp32
         return num_slots * (copied + part.num_heads * positions * (size + 4 + casts))

@@ -99,11 +99,17 @@ class PlannedModel:
         of_all = 2 * (of_local + kinds.count("g") * of_global * of_head(shape.global_head_dim))
         return of_all * held.num_layers // len(kinds)
 
-    @cached_property
-    def latent_read_bytes(self) -> int:
-        """Bytes that attention to latents reads of a token in all layers: latents for scores, and for their sums."""
+    def has_latent_kernel(self, hardware: HardwareConfig) -> bool:
+        """Whether an operator of the device reads latents, as they are kept; elsewhere torch's operators do."""
+        if hardware.device == "cpu":
+            return self.shape.latent_rank % engine.LANES == self.shape.qk_rope_head_dim % engine.LANES == 0
+        return self.dtype.is_short
+
+    def latent_read_bytes(self, hardware: HardwareConfig) -> int:
+        """Bytes that attention to latents reads of a token in all layers; torch's operators read latents twice."""
+        once = self.slot_bytes(self.shape.num_key_value_heads)
         sums = self.num_attention_layers * self.shape.latent_rank * DTYPE_BYTES[self.dtype]
-        return self.slot_bytes(self.shape.num_key_value_heads) + sums
+        return once if self.has_latent_kernel(hardware) else once + sums
 
     def state_bytes(self, *num_kept: int, held: Inventory | None = None) -> int:
         """Bytes of a row's states, kept after its last `num_kept` tokens in each of several places.

@@ -91,6 +91,7 @@ class PlanSpec:
         rule: the verification rule; `greedy` at temperature 0, where no probabilities are needed.
         counts_tokens: penalties count the tokens of the vocabulary, or masks forbid some.
         truncates: top-k, top-p or min-p leave few tokens.
+        keeps_taps: the task reads taps of all tokens, whatever a head sees of a text.
         scores_texts: the target reads every text once more, for log-probabilities.
         num_samples: rows of a prompt, which is read once for them.
         prompt_tokens, max_new_tokens: tokens of the longest row.
@@ -128,6 +129,7 @@ class PlanSpec:
     free_settings: DrafterConfig | None = field(default=None, hash=False)
     vocabulary: DraftVocabulary = SAME
     num_kept: int | None = None
+    keeps_taps: bool = False
     spare_rows: int = 0
     counts_tokens: bool = False
     truncates: bool = False
@@ -318,6 +320,13 @@ class PlanSpec:
         context, slots_per_slot = self.draft.shape.max_position_embeddings, self.vocabulary.slots_per_slot
         return engine.draft_slots(self.num_slots, slots_per_slot=slots_per_slot, max_position_embeddings=context)
 
+    @property
+    def tap_slots(self) -> int:
+        """Slots per row of the taps of a head."""
+        if self.num_kept is None or self.keeps_taps:
+            return self.num_slots
+        return engine.tap_slots(self.num_kept, self.num_draft_tokens, num_slots=self.num_slots)
+
     @cached_property
     def kept_states(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The states of a row that the target keeps, and the draft.
@@ -411,6 +420,7 @@ def make_spec(
         counts_tokens=config.sampling.penalizes or constraint_asked(config.sampling) is not None,
         truncates=config.sampling.truncates,
         scores_texts=config.scores_texts,
+        keeps_taps=task_of(config).keeps_taps,
         batch_size=config.batch_size,
         spare_rows=config.spare_rows,
         num_samples=config.num_samples,

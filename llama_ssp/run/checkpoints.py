@@ -11,7 +11,6 @@ import torch
 import transformers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from llama_ssp.architectures.family import record_of
 from llama_ssp.architectures.matrices import DRAFT_WHOLE, WholeParts
 from llama_ssp.architectures.model_files import (
     GENERATION_CONFIG_FILE,
@@ -259,7 +258,7 @@ def _check(
 
     A `tokenizer` of None is read from its folder, or a head's from its target's.
     """
-    from llama_ssp.models.loading import check_model  # noqa: PLC0415 - slow import
+    from llama_ssp.models.loading import check_model, with_modules  # noqa: PLC0415 - slow import
 
     dtype = number_format(entry, device=device)
     torch_dtype = None if dtype is Dtype.auto else getattr(torch, dtype.value)
@@ -268,9 +267,7 @@ def _check(
         origin, num_ranks=num_ranks, quantization=entry.quantization, whole=whole, compiles=device == "cpu",
         grouped_bytes=grouped_bytes, num_stages=num_stages,
     )  # fmt: skip
-    if not record_of(origin.shape.model_type).is_written and (isinstance(origin, Checkpoint) or tap_source(origin)):
-        from llama_ssp.models.huggingface.described import with_modules  # noqa: PLC0415 - slow import
-
+    if isinstance(origin, Checkpoint) or tap_source(origin):
         origin = with_modules(origin)
     of_texts: WeightSource = getattr(origin, "target", origin)  # a head's target
     folder, file = of_texts.folder, of_texts.folder / GENERATION_CONFIG_FILE

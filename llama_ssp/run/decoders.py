@@ -10,7 +10,6 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from llama_ssp import operators
-from llama_ssp.architectures.family import record_of
 from llama_ssp.architectures.matrices import DRAFT_WHOLE
 from llama_ssp.architectures.stages import stage_layers
 from llama_ssp.errors import ConfigError
@@ -31,6 +30,7 @@ from llama_ssp.settings.constraints import constraint_asked
 from llama_ssp.settings.drafters import (
     SAME,
     DraftVocabulary,
+    cache_of,
     drafter_of,
     drafts,
     drafts_greedily,
@@ -39,7 +39,7 @@ from llama_ssp.settings.drafters import (
 )
 from llama_ssp.settings.layout import Layout, lay_out
 from llama_ssp.settings.rules import AT_ZERO
-from llama_ssp.settings.schema import DeviceKind, RunConfig
+from llama_ssp.settings.schema import DeviceKind, DrafterConfig, RunConfig
 from llama_ssp.settings.tasks import task_of
 from llama_ssp.speculate.drafters.limited import DraftLimit
 from llama_ssp.speculate.drafters.maker import make_drafters, tree_of
@@ -57,7 +57,7 @@ from llama_ssp.speculate.sampling.by_row import RowSteps
 from llama_ssp.speculate.sampling.rules import ForcedLengths, make_rule
 from llama_ssp.speculate.sampling.shards import WHOLE, Shard
 from llama_ssp.speculate.sampling.trees import verify_tree
-from llama_ssp.weights.source import tap_source
+from llama_ssp.weights.source import TapSource, tap_source
 from llama_ssp.words import said
 from llama_ssp.workspaces import InPlace
 
@@ -91,15 +91,26 @@ class Models:
     vocabulary: DraftVocabulary = SAME
     prepared: Any = None
 
-    def make_taps(self) -> Taps | None:
-        """The taps of the target that a draft head will read, on the ranks that keep them; None elsewhere."""
-        head = tap_source(self.sources[-1].origin) if self.sources else None
+    @property
+    def head(self) -> TapSource | None:
+        """The draft head, on every rank; None without one."""
+        return tap_source(self.sources[-1].origin) if self.sources else None
+
+    def make_taps(self, draft: DrafterConfig | None = None, *, num_drafted: int = 0) -> Taps | None:
+        """The taps of the target that a draft head will read, on the ranks that keep them; None elsewhere.
+
+        They are of all tokens, or of what settings `draft` let a head see while rounds draft up to `num_drafted`.
+        """
+        head = self.head
         layout = self.mesh.layout
         passes_on = layout.num_stages > 1 and self.mesh.target
         if head is None or not (self.draft or layout.is_apart or passes_on):
             return None
         dtype, width = self.sources[0].dtype or head.target.dtype, head.target.shape.hidden_size
-        return Taps(head.layers, width=width, dtype=dtype, device=self.target.device)
+        make: Callable[..., Taps] = Taps
+        if draft and (kept := cache_of(draft)):
+            make = partial(imported(kept.taps, setting="draft"), draft=draft, num_drafted=num_drafted)
+        return make(head.layers, width=width, dtype=dtype, device=self.target.device)
 
     @property
     def draft_context(self) -> int | None:
@@ -281,8 +292,8 @@ def _stage_of(mesh: Mesh, config: RunConfig, source: Source) -> ModelStage:
     layout, given = mesh.layout, config.placement.target.layers
     number = next(place for place, ranks in enumerate(layout.stages) if mesh.replica.rank in ranks)
     origin = source.origin
-    if layout.num_stages > 1 and not given and not record_of(origin.shape.model_type).is_written:
-        from llama_ssp.models.huggingface.described import with_modules  # noqa: PLC0415 - slow import
+    if layout.num_stages > 1 and not given:
+        from llama_ssp.models.loading import with_modules  # noqa: PLC0415 - slow import
 
         origin = with_modules(origin)
     layers = stage_layers(origin.shape, layout.num_stages, given)[number]
@@ -350,7 +361,9 @@ def build_decoder(
     check_values(replace(config, device=DeviceKind(device.type)) if is_open else config)
     is_cut = len(mesh.layout.scoring_ranks) > 1 and not backend_of(config.placement.target.kind).by_library
     split = BatchSplit(mesh.replica, mesh.layout.draft_ranks) if speculative and mesh.layout.splits_batch else None
-    taps, tree = (models.make_taps(), tree_of(config, device)) if speculative else (None, None)
+    tree = tree_of(config, device) if speculative else None
+    taps = models.make_taps(config.draft, num_drafted=config.most_draft_tokens) if speculative else None
+    kept = cache_of(config.draft) if speculative and models.head else None
     of_trees = partial(verify_tree, tree) if tree else None
     of_target, of_draft = _shards_of(models, config) if is_cut else (WHOLE, WHOLE)
     steps = RowSteps() if config.sampling.by_row else None
@@ -390,7 +403,9 @@ def build_decoder(
         executor=make_executor(round_, cuda_graphs=captures),
         batch_size=config.batch_size,
         eos_ids=() if config.ignore_eos else models.eos_ids,
-        reuse=replace(models.reuse, num_spare=config.spare_rows),
+        reuse=replace(
+            models.reuse, num_spare=config.spare_rows, num_tapped=kept.num_kept(config.draft) if kept else None
+        ),
         threads=operators.made("threads", device.type, torch.get_num_threads()) if is_free else None,
         constrain=(lambda request: constraint_of(request.sampling or config.sampling, vocabulary))
         if has_masks

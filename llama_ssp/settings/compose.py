@@ -387,8 +387,7 @@ class _SearchPath(SearchPathPlugin):
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         for element in search_path.get_path():
             if element.provider == "main":
-                # Hydra finds the folder in the element alone.
-                element.path = f"{_Options.scheme()}://"
+                element.path = f"{_Options.scheme()}://"  # Hydra finds the folder in the element alone
 
 
 class _Options(ConfigSource):

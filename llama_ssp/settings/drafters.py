@@ -196,12 +196,15 @@ class DraftCache:
         num_kept: the most tokens of a row, from the settings of a draft; None where these ask for all.
         make: `module:class` of the drafter, called with `drafters.drafter.DrafterParts`.
         of_head: `module:function` that gives a draft head such a cache, called with its runner and the same parts.
+        taps: `module:class` of the taps of such a head, a `models.cache.Taps` that is also called with the settings of
+            the draft, and the most tokens that a round drafts.
     """
 
     name: str
     num_kept: Callable[[Any], int | None]
     make: str
     of_head: str
+    taps: str
 
 
 CACHES: Registry[DraftCache] = Registry(setting="draft cache", kind=DraftCache)

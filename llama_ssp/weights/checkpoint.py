@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, PretrainedConfig, __version__
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from llama_ssp.architectures.family import check_kind, check_servable, kinds, record_of, text_part
+from llama_ssp.architectures.family import LIBRARIES, check_kind, check_servable, kinds, record_of, text_part
 from llama_ssp.architectures.model_files import (
     MISTRAL_ALONE,
     change_alone,
@@ -29,12 +29,13 @@ from llama_ssp.architectures.reading import shape_from
 from llama_ssp.catalogue import CONFIG_FILE, GGUF, GGUF_ALONE, ModelConfig, ModelShape
 from llama_ssp.draft_heads import HeadFile, head_file
 from llama_ssp.errors import CheckpointError, shown
+from llama_ssp.registry import imported
 from llama_ssp.storage.formats import PackedLayout
 from llama_ssp.storage.stored import QUANTIZATION, layout_of, unreadable
 from llama_ssp.untyped import Parsed
-from llama_ssp.weights.experts import TurnedTensor, join_convolutions, join_experts, turn
 from llama_ssp.weights.packed import combine
 from llama_ssp.weights.source import ListedTensor, StoredTensor, Wanted, read_header
+from llama_ssp.weights.turned import TurnedTensor, turn
 from llama_ssp.words import said
 
 SINGLE_FILE = "model.safetensors"
@@ -94,10 +95,12 @@ def inspect(folder: Path, *, config_alone: bool = False) -> Checkpoint:
         tensors = text_tensors(tensors, str(content.get("model_type")), width=shape.hidden_size)
         has_head = any(name.startswith(_HEAD) for name in tensors)
         if has_head or _EMBEDDING in tensors:  # the configs of both parts may differ
-            config.tie_word_embeddings = not has_head
+            config.update({"tie_word_embeddings": not has_head})
             shape = replace(shape, tie_word_embeddings=not has_head)
     packed = combine(tensors, layout, folder) if layout and tensors else tensors
-    joined = turn(join_convolutions(join_experts(packed, folder)), record_of(shape.model_type).turned)
+    for library in LIBRARIES.all().values():
+        packed = imported(library.join, setting=f"model_type={shape.model_type}")(packed, folder)
+    joined = turn(packed, record_of(shape.model_type).turned)
     return Checkpoint(folder=folder, config=config, shape=shape, tensors=joined, head=head)
 
 
@@ -193,7 +196,7 @@ def _read_config(folder: Path, content: Mapping[str, Any]) -> tuple[PretrainedCo
         raise CheckpointError(f"{file} is no valid configuration of {model_type}: {reason}") from error
     vars(config).pop(QUANTIZATION, None)  # which only the library's own loader needs
     if not hasattr(config, "tie_word_embeddings"):  # of a text part, which has no output of its own
-        config.tie_word_embeddings = False
+        config.update({"tie_word_embeddings": False})
     return config, layout
 
 

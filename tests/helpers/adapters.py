@@ -20,13 +20,17 @@ def round_weights(folder: Path) -> None:
 
 
 def save_adapter(folder: Path, base: Path, *, layers: Sequence[str] = LAYERS, **changes: object) -> None:
-    """Save an adapter of some layers of a checkpoint; its numbers have more digits than bf16 holds."""
+    """Save an adapter of some layers of a checkpoint; its numbers have more digits than bf16 holds.
+
+    With `fan_in_fan_out` the checkpoint's matrices are stored as (I, O).
+    """
     folder.mkdir(parents=True)
     generator, tensors = torch.Generator().manual_seed(7), {}
     for name, weight in load_file(base / "model.safetensors").items():
-        if name.split(".")[-2] in layers:
+        if name.split(".")[-2] in layers and weight.dim() > 1:
             key = f"base_model.model.{name.removesuffix('.weight')}"
-            sizes = {"A": (RANK, weight.shape[1]), "B": (weight.shape[0], RANK)}
+            num_outputs, num_inputs = reversed(weight.shape) if changes.get("fan_in_fan_out") else weight.shape
+            sizes = {"A": (RANK, num_inputs), "B": (num_outputs, RANK)}
             for side, size in sizes.items():
                 values = torch.randint(-300, 301, size, generator=generator) / 2048
                 tensors[f"{key}.lora_{side}.weight"] = values.contiguous()
@@ -49,5 +53,7 @@ def save_merged(folder: Path, base: Path, adapter: Path) -> None:
         if key.endswith(".lora_A.weight"):
             up = pairs[key.replace("lora_A", "lora_B")]
             name = key.removeprefix("base_model.model.").replace(".lora_A", "")
-            tensors[name] = (tensors[name].double() + scale * (up.double() @ down.double())).to(tensors[name].dtype)
+            added = up.double() @ down.double()
+            added = added.t() if config["fan_in_fan_out"] else added
+            tensors[name] = (tensors[name].double() + scale * added).to(tensors[name].dtype)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})

@@ -54,6 +54,7 @@ def make_decoder(  # noqa: PLR0913
     limit: DraftLimit | None = None,
     shard: Shard = WHOLE,
     has_masks: bool = False,
+    num_tapped: int | None = None,
 ) -> Decoder:
     """A decoder of one rank (or of `comm`) over two runners, or over one and the drafter that is made for its rule.
 
@@ -79,7 +80,7 @@ def make_decoder(  # noqa: PLR0913
     round_ = Round(target, *drafters, verifier=verifier, taps=taps, tree=tree, limit=limit, has_masks=has_masks)
     return Decoder(
         round_, executor=executor_of(round_, replay), batch_size=batch_size, eos_ids=eos_ids,
-        reuse=Reuse.of([target, draft], Comm.single()),
+        reuse=replace(Reuse.of([target, draft], Comm.single()), num_tapped=num_tapped),
         settings=RunSettings(seed=7, stop_request=stop_request or StopRequest()),
     )  # fmt: skip
 

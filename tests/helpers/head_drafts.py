@@ -4,6 +4,7 @@ Shapes: T nodes, X taps, V vocabulary.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,6 +13,9 @@ from torch import Tensor
 
 from llama_ssp.models.cache import Taps
 from llama_ssp.models.runner import Runner
+from llama_ssp.registry import imported
+from llama_ssp.settings.drafters import cache_of
+from llama_ssp.settings.schema import DrafterConfig
 from llama_ssp.speculate.drafters.drafter import Drafter, DrafterParts
 from llama_ssp.speculate.engine.completion import RowCompletion
 from llama_ssp.speculate.engine.loop import Decoder
@@ -54,10 +58,19 @@ def decode(
 def make_head_decoder(  # noqa: PLR0913
     target: Runner, kind: Callable[[DrafterParts], Drafter], head: Any, layers: Sequence[int], *, width: int,  # noqa: ANN401
     tree: Tree | str | None = None, seen: Seen | None = None, choices: Sequence[DraftChoice] = (),
-    reuses: bool = True, num_drafted: int = NUM_DRAFTED, **how: Any,
+    reuses: bool = True, num_drafted: int = NUM_DRAFTED, draft: DrafterConfig | None = None, **how: Any,
 ) -> Decoder:  # fmt: skip
-    """A decoder with a head and its drafter, which reads taps of these layers; `seen` takes its drafts by rounds."""
-    taps = Taps(layers, width=width, dtype=torch.float32, device=torch.device("cpu"))
+    """A decoder with a head and its drafter, which reads taps of these layers; `seen` takes its drafts by rounds.
+
+    Taps are those that settings `draft` let it see, or all.
+    """
+    kept, shape = draft and cache_of(draft), tree_of(tree)
+    make_taps: Callable[..., Taps] = Taps
+    if kept:
+        most = shape.num_drafted if shape else num_drafted
+        make_taps = partial(imported(kept.taps, setting="draft"), draft=draft, num_drafted=most)
+        how |= {"num_tapped": kept.num_kept(draft)}
+    taps = make_taps(layers, width=width, dtype=torch.float32, device=torch.device("cpu"))
 
     def make_drafter(rule: Any) -> Any:  # noqa: ANN401 - any rule
         sizes: Any = {"num_draft_tokens": num_drafted, "tree": tree, "vocab_size": target.vocab_size}

@@ -19,9 +19,6 @@ from transformers import (
 from llama_ssp.architectures.family import record_of
 from llama_ssp.architectures.matrices import WholeParts
 from llama_ssp.errors import SspError
-from llama_ssp.models.huggingface.modules import load_modules
-from llama_ssp.models.huggingface.runner import ModuleRunner
-from llama_ssp.models.huggingface.texts import causal_class
 from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.models.loading import load_model
 from llama_ssp.models.quantization.precision import UNQUANTIZED, Precision
@@ -31,6 +28,7 @@ from llama_ssp.ranks.comms import Comm
 from llama_ssp.weights.checkpoint import inspect
 from llama_ssp.weights.in_memory import weights_of
 from llama_ssp.weights.source import WeightSource
+from tests.helpers import rooms
 from tests.helpers.fake_comm import ThreadComm, on_ranks
 
 VOCAB_SIZE = 200
@@ -207,7 +205,7 @@ def tiny_model(family: str, **changes: object) -> PreTrainedModel:
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, **library_attention(config))
     else:
-        model = causal_class(type(config))(config)
+        model = rooms.module_of("modules.texts").causal_class(type(config))(config)
     generator = torch.Generator().manual_seed(0)
     ties = model.all_tied_weights_keys
     for name, parameter in (dict(model.named_parameters()) | model.state_dict(keep_vars=True)).items():
@@ -254,6 +252,17 @@ def load_lean(
     return LeanRunner(loading, **options)
 
 
+def load_modules(loading: Loading) -> PreTrainedModel:
+    """A rank's slices in the modules of the library, which the room of modules fills."""
+    model: PreTrainedModel = rooms.module_of("modules.building").load_modules(loading)
+    return model
+
+
+def module_runner(model: PreTrainedModel, *, comm: Comm | None = None, **how: Any) -> Any:  # noqa: ANN401 - of a room
+    """The runner of a model of the library, by default on one rank."""
+    return rooms.module_of("modules.runner").ModuleRunner(model, comm=comm or Comm.single(), **how)
+
+
 def load_ranks(folder: Path, comms: Sequence[ThreadComm], *, whole: WholeParts = WholeParts.none) -> list[Runner]:
     """Load a checkpoint on ranks that are threads: one after the other, but for the comparison of a family.
 
@@ -266,7 +275,7 @@ def load_ranks(folder: Path, comms: Sequence[ThreadComm], *, whole: WholeParts =
             runner.is_invariant = all(each.is_invariant for each in runners)
         return runners
     modules = [load_modules(Loading(origin, device=device, comm=comm)) for comm in comms]
-    return on_ranks(comms, lambda comm: ModuleRunner(modules[comm.rank], comm=comm))
+    return on_ranks(comms, lambda comm: module_runner(modules[comm.rank], comm=comm))
 
 
 def refusal(check: Callable[[], object]) -> str:

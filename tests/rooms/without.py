@@ -46,9 +46,18 @@ _TYPES = ".mypy_cache"
 OF_RUNS = {"text", "token_ids", "accepted_lengths"}
 
 
+def with_dependent(rooms: Sequence[str]) -> tuple[str, ...]:
+    """The rooms, and the rooms and modules of rooms that need one of them, by the manifest."""
+    return (*rooms, *(name for name, needed in manifest.NEEDS.items() if needed in rooms and name not in rooms))
+
+
 def copy_without(rooms: Sequence[str], folder: Path) -> Path:
-    """Copy every file of the repository but those of the rooms and of their tests."""
-    gone = tuple(f"{place}/{room}/" for room in rooms for place in ("llama_ssp/rooms", "tests/rooms"))
+    """Copy every file of the repository but those of the rooms, of what needs them, and of their tests."""
+    gone = tuple(
+        f"{place}/{name.replace('.', '/')}{'.py' if '.' in name else '/'}"
+        for name in with_dependent(rooms)
+        for place in ("llama_ssp/rooms", "tests/rooms")
+    )
     for path in files():
         if not path.as_posix().startswith(gone):
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
@@ -132,10 +141,11 @@ def words_for(asked: str, folder: Path) -> list[str]:
         (folder / name).mkdir(exist_ok=True)
         (folder / name / "config.json").write_text(json.dumps({name: 1}))
         return ["run", "draft=local", f"draft.model.path={name}"]
-    if kind == "file":
-        (folder / "alone").mkdir(exist_ok=True)
-        (folder / "alone" / name).write_text("{}")
-        return ["run", "task=generate", "draft=none", "model=./alone"]
+    if kind in {"file", "model_type"}:  # the only one of a folder
+        (folder / kind).mkdir(exist_ok=True)
+        file, text = (name, "{}") if kind == "file" else ("config.json", json.dumps({kind: "mixtral"}))
+        (folder / kind / file).write_text(text)
+        return ["run", "task=generate", "draft=none", f"model=./{kind}"]
     if kind == "setting":
         return ["plan", "hardware=h100", f"{name}=x"]
     if kind in {"argument", "tokenizer"}:
@@ -166,7 +176,7 @@ def answers(folder: Path, rooms: Sequence[str]) -> None:
         kind, _, name = asked.partition("=")
         if {"command": f"llama-ssp {name}", "setting": f" {name}="}.get(kind, asked) in shown:
             sys.exit(f"help names {asked}")
-        if answer.code != 2 or f"rooms/{room}" not in answer.err:
+        if answer.code != 2 or not re.search(f"rooms/({room}|{manifest.NEEDS.get(room, room)})", answer.err):
             sys.exit(f"{asked}: exit code {answer.code}, {answer.err}")
 
 
@@ -188,7 +198,7 @@ def main(words: Sequence[str]) -> None:
     parser.add_argument("rooms", nargs="*", metavar="ROOM", help="by default all")
     parser.add_argument("--whole", action="store_true", help="all tests of .ci/run")
     given = parser.parse_args(words)
-    rooms = given.rooms or manifest.present()
+    rooms = [name for name in with_dependent(given.rooms or manifest.present()) if "." not in name]
     with tempfile.TemporaryDirectory() as folder:
         copy = copy_without(rooms, Path(folder))
 

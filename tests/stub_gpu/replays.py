@@ -21,10 +21,10 @@ from torch import Tensor
 from benchmarks.decoding import load_pair
 from llama_ssp import Pair, load
 from llama_ssp.architectures import engine
-from llama_ssp.models.huggingface.experts import OwnExperts
 from llama_ssp.ranks.gpu import selected
 from llama_ssp.rooms.gpu import draw as draws_of_gpus
 from llama_ssp.rooms.gpu.kernels import draw as draw_kernels
+from llama_ssp.rooms.modules.experts import OwnExperts
 from llama_ssp.run import decoders
 from llama_ssp.run.tuning import make_ready
 from llama_ssp.speculate.engine.loop import Decoder

@@ -46,7 +46,17 @@ def test_a_room_that_was_taken_out_is_named(room: str, asked: str, monkeypatch: 
     kind, _, name = asked.partition("=")
     assert f"rooms/{room}" not in unknown_name(kind, name, ["compare"])
     monkeypatch.setattr(manifest, "present", lambda: ())
-    assert f"{asked} needs llama_ssp/rooms/{room}" in unknown_name(kind, name, ["compare"])
+    assert f"{asked} needs llama_ssp/rooms/{manifest.NEEDS.get(room, room)}" in unknown_name(kind, name, ["compare"])
+
+
+def test_a_room_goes_with_the_room_that_it_needs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("accelerate", "serve"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").touch()
+    monkeypatch.setattr(manifest, "FOLDER", tmp_path)
+    monkeypatch.setattr(manifest, "present", manifest.present.__wrapped__)
+    assert manifest.present() == ("serve",)
+    assert "placement=accelerate needs llama_ssp/rooms/modules," in (manifest.absent("placement", "accelerate") or "")
 
 
 def test_prompts_with_a_field_of_a_missing_room_are_refused_with_its_name(

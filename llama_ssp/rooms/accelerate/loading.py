@@ -12,12 +12,12 @@ from transformers import PreTrainedModel
 
 from llama_ssp.catalogue import ModelShape
 from llama_ssp.errors import PlacementError
-from llama_ssp.models.huggingface.modules import fill_modules, layers_of, match_modules
-from llama_ssp.models.huggingface.runner import ModuleRunner
 from llama_ssp.models.weights import Loading
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.ranks.world import World
 from llama_ssp.rooms.accelerate.records import split_layers
+from llama_ssp.rooms.modules.building import fill_modules, layers_of, match_modules
+from llama_ssp.rooms.modules.runner import ModuleRunner
 from llama_ssp.settings.layout import Layout
 from llama_ssp.storage.formats import NO_QUANTIZATION, format_of, formats
 

@@ -175,6 +175,7 @@ def _problems_of_storing(config: RunConfig) -> Iterator[str | NoEffect]:
 ACCEPTANCE = TaskSpec(
     config=AcceptanceConfig,
     run="llama_ssp.rooms.acceptance.task:acceptance",
+    keeps_taps=True,
     ranges=(("longest", lambda k: 1 <= k <= MOST_K, f"1 to {MOST_K}"),),
     results="llama_ssp.rooms.acceptance.rows:AcceptanceRow",
     paths=("texts",),

@@ -16,23 +16,27 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from llama_ssp.architectures.family import record_of
 from llama_ssp.architectures.model_files import read_json
 from llama_ssp.errors import CheckpointError, shown
 from llama_ssp.rooms.adapters.records import CONFIG, FIELDS, WEIGHTS
 from llama_ssp.storage.patterns import Pattern
 from llama_ssp.weights.checkpoint import Checkpoint, of_text, summary
 from llama_ssp.weights.source import ListedTensor, StoredTensor, read_header
+from llama_ssp.weights.turned import TurnedTensor
 
 _PICKLE, _BASE = "adapter_model.bin", "base_layer"
 _KEY = re.compile(r"base_model\.model\.(.+)\.(lora_A|lora_B|base_layer)\.weight")
+_TURNED = "fan_in_fan_out"
 _OTHER_METHODS = (
-    "use_dora", "modules_to_save", "fan_in_fan_out", "lora_bias", "layer_replication",
+    "use_dora", "modules_to_save", _TURNED, "lora_bias", "layer_replication",
     "target_parameters", "trainable_token_indices", "use_qalora", "alora_invocation_tokens", "megatron_config",
 )  # fmt: skip
 """Fields that change the merged weights; all are refused."""
@@ -42,19 +46,31 @@ _KEEPS_BASE = (True, False, None, "gaussian", "orthogonal", "eva")
 
 @dataclass(frozen=True, kw_only=True)
 class MergedTensor(StoredTensor):
-    """A stored weight (O, I), to which `scale` times the product of `up` (O, R) and `down` (R, I) is added."""
+    """A stored weight (O, I), to which `scale` times the product of `up` (O, R) and `down` (R, I) is added.
+
+    Of a weight that is stored as (I, O), as GPT-2's are, the product `is_turned`.
+    """
 
     up: StoredTensor
     down: StoredTensor
     scale: float
+    is_turned: bool
 
     def mapped(self, *parts: range) -> Tensor:
         """The sum, or parts of its first dimensions, in fp32, or in the tensor's dtype if that is wider."""
         weight_OI = super().mapped(*parts)
         dtype = torch.promote_types(weight_OI.dtype, torch.float32)
         rows, *columns = parts or (range(self.shape[0]),)
-        up_OR, down_RI = self.up.mapped(rows), self.down.mapped(range(self.down.shape[0]), *columns)
-        return torch.addmm(weight_OI.to(dtype), up_OR.to(dtype), down_RI.to(dtype), alpha=self.scale)
+        if self.is_turned:
+            outputs = columns[0] if columns else range(self.up.shape[0])
+            right, left = (part.t() for part in (self.up.mapped(outputs), self.down.mapped(_whole(self.down), rows)))
+        else:
+            left, right = self.up.mapped(rows), self.down.mapped(_whole(self.down), *columns)
+        return torch.addmm(weight_OI.to(dtype), left.to(dtype), right.to(dtype), alpha=self.scale)
+
+
+def _whole(down_RI: StoredTensor) -> range:
+    return range(down_RI.shape[0])
 
 
 def with_adapter(checkpoint: Checkpoint, folder: Path) -> Checkpoint:
@@ -62,7 +78,7 @@ def with_adapter(checkpoint: Checkpoint, folder: Path) -> Checkpoint:
     if not folder.is_dir():
         raise CheckpointError(f"{folder} does not exist: a folder with {CONFIG} is required")
     config = read_json(folder / CONFIG, FIELDS)
-    if problems := [*_unsupported(config)]:
+    if problems := [*_unsupported(config, turns=bool(record_of(checkpoint.shape.model_type).turned))]:
         raise CheckpointError(
             f"{folder} cannot be merged ({', '.join(problems)}): merge it with PEFT, or use plain LoRA"
         )
@@ -84,8 +100,12 @@ def with_adapter(checkpoint: Checkpoint, folder: Path) -> Checkpoint:
     for module, name in targets.items():
         rank = rank_of(module)
         scale = alpha_of(module) / (math.sqrt(rank) if config.get("use_rslora") else rank)
-        weight = pairs[module].get(_BASE, merged[name])  # PEFT saves the base of an output head too
-        merged[name] = MergedTensor(**vars(weight), up=pairs[module]["B"], down=pairs[module]["A"], scale=scale)
+        weight, pair = merged[name], pairs[module]
+        merge = partial(MergedTensor, up=pair["B"], down=pair["A"], scale=scale)
+        if isinstance(weight, TurnedTensor):
+            merged[name] = TurnedTensor.of(merge(**vars(weight.stored), is_turned=True))
+        else:
+            merged[name] = merge(**vars(pair.get(_BASE, weight)), is_turned=False)  # PEFT saves a head's base too
     return replace(checkpoint, tensors=merged)
 
 
@@ -112,12 +132,19 @@ def _pairs(checkpoint: Checkpoint, folder: Path) -> dict[str, dict[str, StoredTe
     return pairs
 
 
-def _unsupported(config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the fields of a config that no sum W + scale B A stands for."""
+def _unsupported(config: Mapping[str, Any], *, turns: bool) -> Iterator[str]:
+    """Yield the fields of a config that no sum W + scale B A stands for.
+
+    PEFT sets `fan_in_fan_out` for models that store weights as (I, O), of which the checkpoint `turns` some.
+    """
     kind, init = config.get("peft_type"), config.get("init_lora_weights")
     if kind != "LORA":
         yield f"peft_type {shown(kind)}"
-    yield from (f"{name} {shown(config[name])}" for name in _OTHER_METHODS if config.get(name))
+    yield from (
+        f"{name} {shown(config[name])}"
+        for name in _OTHER_METHODS
+        if config.get(name) and not (turns and name == _TURNED)
+    )
     if config.get("bias", "none") != "none":
         yield f"bias {shown(config['bias'])}"
     if init not in _KEEPS_BASE:
@@ -141,7 +168,8 @@ def _by_pattern(config: Mapping[str, Any], field: str, default: float, folder: P
 
 
 def _fits(weight: ListedTensor, pair: Mapping[str, StoredTensor], rank: float) -> bool:
-    if not isinstance(weight, StoredTensor) or pair.keys() - {_BASE} != {"A", "B"} or len(weight.shape) != 2:  # noqa: PLR2004 - a matrix
+    stored = weight.stored if isinstance(weight, TurnedTensor) else weight
+    if not isinstance(stored, StoredTensor) or pair.keys() - {_BASE} != {"A", "B"} or len(weight.shape) != 2:  # noqa: PLR2004 - a matrix
         return False
     down, up = pair["A"], pair["B"]
     if (up.shape, down.shape) != ((weight.shape[0], rank), (rank, weight.shape[1])):

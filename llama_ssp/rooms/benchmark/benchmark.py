@@ -192,9 +192,9 @@ def load_peer(folder: Path, *, dtype: torch.dtype, device: torch.device) -> PreT
     """Load a checkpoint with transformers alone, for a constant schedule without early stops."""
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
     model.eval().to(device)
-    model.generation_config.eos_token_id = None
-    model.generation_config.num_assistant_tokens_schedule = "constant"
-    model.generation_config.assistant_confidence_threshold = 0.0
+    model.generation_config.update(
+        eos_token_id=None, num_assistant_tokens_schedule="constant", assistant_confidence_threshold=0.0
+    )
     return model
 
 

@@ -2,6 +2,7 @@
 
     linear      weights in blocks, a few rows                     `code.linear` writes the operator
     attention   the cache by each row's own length                `code.attention`
+    latents     the cache of DeepSeek's kind, as it is kept       `code.latents`
     layer       whole layers for a few tokens                     `code.layer`
     decoder     how the lean decoder uses attention and layers
     draw        the draw of a token                               `code.draw`

@@ -20,7 +20,7 @@ from llama_ssp.models.runner import nearest
 from llama_ssp.rooms.cpu.code.kinds import ATTENTION_NEEDS, WIDEST_HEAD
 from llama_ssp.rooms.cpu.operators import find_operator
 
-_KINDS = ("float32", "float16", "bfloat16", "int8", "float8_e4m3fn")
+KINDS = ("float32", "float16", "bfloat16", "int8", "float8_e4m3fn")
 """Kinds of rows that the operator reads."""
 
 Attention = Callable[..., Tensor]
@@ -79,7 +79,7 @@ def by_torch(  # noqa: PLR0913, PLR0917 - the arguments of an operator
 @cache
 def find_attention(head_dim: int, rows: KeptRows = SINGLES) -> Attention | None:
     """The operator for these heads and rows of the cache, compiled at the first call; None if it cannot be had."""
-    if head_dim % LANES or head_dim > WIDEST_HEAD or rows.kind not in _KINDS:
+    if head_dim % LANES or head_dim > WIDEST_HEAD or rows.kind not in KINDS:
         return None
     return find_operator(
         f"attention_{rows.kind}_{head_dim}(Tensor qkv, Tensor turns, Tensor positions, Tensor slots, Tensor(a!) cache, "

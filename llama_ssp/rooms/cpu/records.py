@@ -9,6 +9,7 @@ LINEAR = DeviceOperator(operation="linear", device="cpu", make=f"{_ROOM}.linear:
 PACKED_LINEAR = DeviceOperator(operation="packed_linear", device="cpu", make=f"{_ROOM}.linear:find_packed")
 PACKED_BLOCK = DeviceOperator(operation="packed_block", device="cpu", make=f"{_ROOM}.linear:find_block")
 ATTENTION = DeviceOperator(operation="attention", device="cpu", make=f"{_ROOM}.decoder:find_model_attention")
+LATENTS = DeviceOperator(operation="latents", device="cpu", make=f"{_ROOM}.latents:find_latents")
 DRAW = DeviceOperator(operation="draw", device="cpu", make=f"{_ROOM}.draw:find_draw")
 EXECUTOR = DeviceOperator(operation="executor", device="cpu", make=f"{_ROOM}.executor:TracedExecutor")
 EQUAL_BITS = ABILITY

@@ -20,12 +20,12 @@ from torch import nn
 
 from llama_ssp.catalogue import ModelShape
 from llama_ssp.errors import ConfigError, PlacementError
-from llama_ssp.models.huggingface.modules import load_modules
-from llama_ssp.models.huggingface.runner import ModuleRunner
 from llama_ssp.models.weights import Loading
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.ranks.world import World
 from llama_ssp.rooms.deepspeed.records import check_split
+from llama_ssp.rooms.modules.building import load_modules
+from llama_ssp.rooms.modules.runner import ModuleRunner
 from llama_ssp.settings.layout import Layout
 
 

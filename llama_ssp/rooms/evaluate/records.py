@@ -127,6 +127,7 @@ EVALUATE = TaskSpec(
     run="llama_ssp.rooms.evaluate.task:evaluate",
     needs_draft=True,
     has_both_modes=True,
+    keeps_taps=True,
     ranges=(
         ("margin", lambda m: 0 < m < 1, "a difference of two rates, between 0 and 1, for example 0.1"),
         ("near_tie", lambda t: 0 <= t < math.inf, "0 or more nats, or {null} for the number format's own"),

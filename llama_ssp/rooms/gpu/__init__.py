@@ -5,6 +5,7 @@
     linear        a few rows by weights of 8 or 4 bits                      `linear`
     halves        a few rows by weights in 16 bits                          `linear`
     attention     the queries of a round                                    `attention`
+    latents       attention to latents                                      `latents`
     equal_parts   all queries, in one order of sums                         `one_order`
     recurrence    a few tokens of a recurrent layer                         `recurrence`
     draw          probabilities, and the draw of a token                    `draw`

@@ -12,6 +12,7 @@ BETWEEN = DeviceOperator(operation="between", device="cuda", make=f"{_ROOM}.betw
 ATTENTION_BY_LENGTH = DeviceOperator(
     operation="attention_by_length", device="cuda", make=f"{_ROOM}.attention:find_ours"
 )
+LATENTS = DeviceOperator(operation="latents", device="cuda", make=f"{_ROOM}.latents:find_latents")
 EQUAL_BITS = DeviceOperator(operation="equal_bits", device="cuda", make=f"{_ROOM}.one_order:find_equal_bits")
 WITHOUT_EQUAL_BITS = ABILITY
 RECURRENCE = DeviceOperator(operation="recurrence", device="cuda", make=f"{_ROOM}.recurrence:find_recurrence")

@@ -11,7 +11,7 @@ first step reads as many whatever was accepted, so that shapes stay the same, an
 Shapes: B sequences, S slots, K drafted tokens, T pairs of a chunk, V vocabulary.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -134,20 +134,33 @@ class HeadDrafter(StepwiseDrafter):
         return self._rows.rows_B if rows.places is None else self._rows.rows_B.index_select(0, rows.places)
 
     def _extend(
-        self, rows: Rows, positions_BT: Tensor, score_B1: Tensor, *, bucket: int, consecutive: bool = True
+        self, rows: Rows, positions_BT: Tensor, score_B1: Tensor, *, bucket: int, **how: Any
     ) -> tuple[Tensor, Tensor]:
         return self._head.extend(
             rows.tokens_BS.gather(1, positions_BT + 1), self._hidden(positions_BT, self._in_taps(rows)), positions_BT,
-            bucket=bucket, score_positions_B1=score_B1, cache_rows_B=rows.places, consecutive=consecutive,
+            bucket=bucket, score_positions_B1=score_B1, cache_rows_B=rows.places, **how,
         )  # fmt: skip
 
-    def _catch_up(self, rows: Rows, *, bucket: int, num_unread: int) -> None:
-        """Read pairs that are new since rounds that did not draft; a shorter row reads its first one several times."""
-        lengths_B1 = rows.lengths_B[:, None]
-        for distance in range(self._width + num_unread - 2, self._width, -CATCH_UP_CHUNK):
+    def _missed(self, rows: Rows, *, num_unread: int) -> Iterator[tuple[Tensor, dict[str, bool]]]:
+        """The positions of pairs that are new since rounds that did not draft, by chunks, and how the head reads them.
+
+        A shorter row reads its first one several times. A head with a window that has missed more begins anew.
+        """
+        lengths_B1, num_missed = rows.lengths_B[:, None], num_unread - 2
+        if num_missed > getattr(self._head, "window", num_missed):
+            stops_B1 = (lengths_B1 - 1 - self._width).clamp_min(0)
+            for positions_BT in cast("Any", self._head).anew(stops_B1, rows.places):
+                yield positions_BT, {"begins": True}
+            return
+        for distance in range(self._width + num_missed, self._width, -CATCH_UP_CHUNK):
             positions_BT = (lengths_B1 - 1 - distance + self._pairs_T[:CATCH_UP_CHUNK]).clamp_min(0)
-            first_B1 = torch.zeros_like(lengths_B1)
-            self._extend(rows, positions_BT, first_B1, bucket=bucket, consecutive=False)
+            yield positions_BT, {"consecutive": False}
+
+    def _catch_up(self, rows: Rows, *, bucket: int, num_unread: int) -> None:
+        """Read pairs that are new since rounds that did not draft."""
+        first_B1 = torch.zeros_like(rows.lengths_B)[:, None]
+        for positions_BT, how in self._missed(rows, num_unread=num_unread):
+            self._extend(rows, positions_BT, first_B1, bucket=bucket, **how)
 
     def _reading(self, rows: Rows, *, bucket: int, num_unread: int) -> ReadLevel:
         """A node's pair has its parent's output, as far after the newest pair as the node is after the root."""

@@ -1,6 +1,5 @@
 """MTP layers on the modules of the library; see `mtp`."""
 
-from copy import copy
 from operator import attrgetter
 from typing import Any
 
@@ -8,10 +7,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from llama_ssp.models.huggingface.runner import ModuleRunner
 from llama_ssp.rooms.heads.drafter import HeadDrafter
 from llama_ssp.rooms.heads.modules_drafter import ModulesDrafter
 from llama_ssp.rooms.heads.mtp import reads_before_norm
+from llama_ssp.rooms.modules.runner import ModuleRunner
 from llama_ssp.speculate.drafters.drafter import DrafterParts
 
 
@@ -61,11 +60,16 @@ class MtpRunner(ModuleRunner):
         return super()._keep_wanted_rows(head, args)
 
 
-def _part_of(model: PreTrainedModel, number: int) -> PreTrainedModel:
+def _part_of(model: PreTrainedModel, number: int) -> Any:  # noqa: ANN401 - of the model's class
     """The model with one of its layers, and the last norm of that module."""
     body: Any = model.get_decoder()
-    layer, decoder, part = body.layers[number], copy(body), copy(model)
-    norm = layer.norm if number else body.norm
-    decoder._modules = {**body._modules, "layers": nn.ModuleList([layer]), "norm": norm}
-    part._modules = {**model._modules, model.base_model_prefix: decoder}
+    layer = body.layers[number]
+    decoder = _with_modules(body, layers=nn.ModuleList([layer]), norm=layer.norm if number else body.norm)
+    return _with_modules(model, **{model.base_model_prefix: decoder})
+
+
+def _with_modules(whole: Any, **others: nn.Module) -> Any:  # noqa: ANN401 - a module of its class
+    """A copy of a module that has other modules by these names, and shares all else."""
+    part = object.__new__(type(whole))
+    part.__setstate__({**vars(whole), "_modules": {**whole._modules, **others}})
     return part

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from llama_ssp.architectures.engine import CATCH_UP_CHUNK
 from llama_ssp.models.prefill import Prompts
 from llama_ssp.models.upload import to_device
 from llama_ssp.rooms.heads.drafter import HeadDrafter
@@ -68,11 +67,10 @@ class ModulesDrafter(HeadDrafter):
 
     def _catch_up(self, rows: Rows, *, bucket: int, num_unread: int) -> None:
         lengths_B1 = rows.lengths_B[:, None]
-        for distance in range(self._width + num_unread - 2, self._width, -CATCH_UP_CHUNK):
-            positions_BT = (lengths_B1 - 1 - distance + self._pairs_T[:CATCH_UP_CHUNK]).clamp_min(0)
+        for positions_BT, how in self._missed(rows, num_unread=num_unread):
             self._read_all(
                 rows.tokens_BS, lengths_B1, positions_BT, self._in_taps(rows), bucket=bucket,
-                score_positions_B1=torch.zeros_like(lengths_B1), cache_rows_B=rows.places, consecutive=False,
+                score_positions_B1=torch.zeros_like(lengths_B1), cache_rows_B=rows.places, **how,
             )  # fmt: skip
 
     def propose(self, rows: Rows, *, num_tokens: int, uniforms_BKP: Tensor, bucket: int, num_unread: int = 2) -> Draft:

@@ -28,8 +28,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from llama_ssp.architectures.family import record_of
 from llama_ssp.catalogue import ModelShape
 from llama_ssp.errors import CheckpointError, ConfigError
-from llama_ssp.models.huggingface.described import with_modules
-from llama_ssp.models.huggingface.modules import vocabulary_of
+from llama_ssp.models.loading import vocabulary_of, with_modules
 from llama_ssp.rooms.heads.kinds import DFLASH, EAGLE3, PEAGLE
 from llama_ssp.rooms.heads.layouts import FC, MARKOV, MASK, SELECTOR, HeadConfig, is_padded_alike
 from llama_ssp.rooms.heads.mtp import (
@@ -100,7 +99,7 @@ class HeadSource:
     def config(self) -> PretrainedConfig:
         """Of a model whose one layer the head has; `vocab_size` is D."""
         config = copy(self.files.config)
-        config.vocab_size = self.shape.vocab_size
+        config.update({"vocab_size": self.shape.vocab_size})
         return config
 
     @cached_property
@@ -327,9 +326,9 @@ class MtpSource:
         for number, layer in enumerate(layers):
             kind: Any = type(layer.input_layernorm)
             norm = partial(kind, width, eps=model.config.rms_norm_eps)
-            layer.enorm, layer.hnorm, layer.eh_proj = norm(), norm(), nn.Linear(2 * width, width, bias=False)
-            if number:
-                layer.norm = norm()
+            added = {"enorm": norm(), "hnorm": norm(), "eh_proj": nn.Linear(2 * width, width, bias=False)}
+            for name, module in (added | ({"norm": norm()} if number else {})).items():
+                layer.register_module(name, module)
 
     def updated(self, target: WeightSource | None, files: WeightSource | None) -> WeightSource | None:
         """See `TapSource`; weights of a target without the layer leave it as it is."""

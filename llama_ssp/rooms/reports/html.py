@@ -50,7 +50,7 @@ def _page() -> Template:
         loader=FileSystemLoader(Path(__file__).parent / "templates"), autoescape=True, undefined=StrictUndefined,
         trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
     )  # fmt: skip
-    templates.filters |= {"visible": visible, "number": decimal, "share": share, "counted": count}
+    templates.filters.update({"visible": visible, "number": decimal, "share": share, "counted": count})
     return templates.get_template("report.html")
 
 

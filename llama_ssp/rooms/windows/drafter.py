@@ -35,6 +35,7 @@ class _Tables(Workspace):
 
     def __init__(self, batch_size: int, num_slots: int, *, sinks: int, num_kept: int, device: torch.device) -> None:
         self.skipped_B1 = torch.zeros(batch_size, 1, dtype=torch.int64, device=device)
+        self.rows_B = torch.arange(batch_size, device=device)
         self.slots_U = torch.arange(num_slots, device=device)
         self.slots_C, self.moves_C = self.slots_U[:num_kept], (self.slots_U[:num_kept] >= sinks).long()
 
@@ -133,6 +134,17 @@ class Windowed(OwnBuckets):
 
 class WindowedHead(Windowed):
     """A draft head over such a cache of pairs; see `rooms.heads.protocol`, whose `Head` it is to the head's drafter."""
+
+    @property
+    def window(self) -> int:
+        """The newest pairs that are seen."""
+        return self.num_kept - self._sinks
+
+    def anew(self, stops_B1: Tensor, rows_B: Tensor | None) -> Iterator[Tensor]:
+        """Begin the texts of a round again, up to these positions; yields the positions to read as `ends` does."""
+        rows_R = self._tables.rows_B if rows_B is None else rows_B
+        for positions_RT in self.ends(stops_B1[:, 0], longest=self.num_kept, rows_R=rows_R):
+            yield positions_RT.minimum((stops_B1 - 1).clamp_min(0))
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - of any head
         """What of a head does not depend on its cache."""

@@ -42,7 +42,7 @@ def _window(draft: object) -> int | None:
 # Source: arXiv:2309.17453 (the first tokens and a window).
 CACHE = DraftCache(
     name="window", make="llama_ssp.rooms.windows.drafter:WindowDrafter",
-    of_head="llama_ssp.rooms.windows.drafter:of_head",
+    of_head="llama_ssp.rooms.windows.drafter:of_head", taps="llama_ssp.rooms.windows.taps:WindowTaps",
     num_kept=lambda draft: None if (window := _window(draft)) is None else window + draft.sinks,
 )  # fmt: skip
 

@@ -65,18 +65,18 @@ class TapsSender:
 
         Of a prompt whose whole chunks are held, a head may read the last of these again.
         """
-        device, rows_R = prompts.tokens_RS.device, to_device(rows, prompts.tokens_RS.device)
-        first = min(start - (1 if start % PREFILL_CHUNK else PREFILL_CHUNK) for start in prompts.starts)
-        for start in range(max(first, 0), prompts.longest, PREFILL_CHUNK):
-            positions_T = torch.arange(start, min(start + PREFILL_CHUNK, prompts.longest), device=device)
-            self._taps.share(positions_T.expand(len(rows), -1), rows_R, comm=comm, src=self._src)
+        rows_R = to_device(rows, prompts.tokens_RS.device)
+        first = max(min(start - (1 if start % PREFILL_CHUNK else PREFILL_CHUNK) for start in prompts.starts), 0)
+        for positions_RT in self._taps.read_of_prompts(prompts.lengths_R, first=first, longest=prompts.longest):
+            self._taps.share(positions_RT, rows_R, comm=comm, src=self._src)
 
     def send_newest(self, rows: Rows, *, num_unread: int, comm: Comm) -> None:
         """Send the taps of the newest tokens of each row but the last, which the target has not read."""
-        number = self._most_accepted + num_unread - 1
+        number, lengths_B1 = self._most_accepted + num_unread - 1, rows.lengths_B[:, None]
         if number not in self._offsets:
-            self._offsets[number] = torch.arange(number, device=rows.lengths_B.device)
-        positions_BT = (rows.lengths_B[:, None] - 1 - number + self._offsets[number]).clamp_min(0)
+            self._offsets[number] = torch.arange(number, device=lengths_B1.device)
+        positions_BT = (lengths_B1 - 1 - number + self._offsets[number]).clamp_min(0)
+        positions_BT = self._taps.read_of_newest(positions_BT)
         self._taps.share(positions_BT, rows.places, comm=comm, src=self._src)
 
 

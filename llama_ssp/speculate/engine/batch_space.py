@@ -50,11 +50,12 @@ class BatchSpace:
         if others_came or not reuses:
             self.held = HeldTexts(
                 self._batch_size, step=self._reuse.step, from_states=self._reuse.from_states,
-                num_spare=self._num_spare,
+                num_spare=self._num_spare, num_tapped=self._reuse.num_tapped,
             )  # fmt: skip
 
-    def keep(self, row: int) -> None:
-        """Copy the text of a row that has ended to a spare row."""
+    def keep(self, row: int, num_read: int) -> None:
+        """Copy the text of a row that has ended to a spare row; the row has read `num_read` tokens."""
+        self.held.end(row, num_read)
         if found := self.held.keep(row):
             spare, num_tokens = found
             self._spare.keep(row, spare - self._batch_size, num_tokens)

@@ -15,6 +15,10 @@ are taken from it: chunks that another prompt shares, or all whole chunks if non
 
     row 0    | header .... S question 0 | answer       another prompt has the header as well
     row 1    | first turn ....... S     | answer       the next turn goes on from S; the rest of the chunk is read again
+
+If a draft head sees a window, the taps before the newest tokens of a text are gone. The head needs those before the end
+of a prompt: a prompt that is longer than all that a row has read takes all that they have in common, and a shorter one
+the tokens before its own window, whose taps are written again.
 """
 
 from collections.abc import Iterable, Sequence
@@ -35,12 +39,14 @@ LEAST_TOKENS = 32
 class _Text(NamedTuple):
     """Tokens that a row of the target's cache holds; the draft's cache has the first `num_prompt`.
 
-    A state is saved after the first `saved` of them; 0 for none.
+    A state is saved after the first `saved` of them; 0 for none. The row has read `num_read` tokens; None while it
+    reads more.
     """
 
     ids: tuple[int, ...] = ()
     num_prompt: int = 0
     saved: int = 0
+    num_read: int | None = None
 
 
 class PromptRow(NamedTuple):
@@ -60,12 +66,14 @@ class Reuse:
         are_invariant: every part of every model is (`Runner.is_invariant`).
         from_states: a layer of a model keeps states, so that beginnings are taken where a state was saved.
         num_spare: rows beside the batch's that keep texts which have ended.
+        num_tapped: the first and the newest tokens whose taps a row keeps for a draft head; None for all.
         spare: the tensors of these rows.
     """
 
     are_invariant: bool
     from_states: bool
     num_spare: int = 0
+    num_tapped: int | None = None
     spare: list[Tensor] = field(default_factory=list, compare=False, repr=False)
 
     @classmethod
@@ -90,10 +98,14 @@ class Reuse:
 class HeldTexts:
     """The texts that rows hold, whose beginnings can be taken in multiples of `step` tokens.
 
-    With `from_states`, they can be taken where a state was saved. The last `num_spare` rows are spare ones.
+    With `from_states`, they can be taken where a state was saved. The last `num_spare` rows are spare ones. For
+    `num_tapped` see `Reuse`.
     """
 
-    def __init__(self, num_rows: int, *, step: int, from_states: bool = False, num_spare: int = 0) -> None:
+    def __init__(
+        self, num_rows: int, *, step: int, from_states: bool = False, num_spare: int = 0, num_tapped: int | None = None
+    ) -> None:  # fmt: skip
+        self._num_tapped = num_tapped
         self._texts, self._step, self._from_states = [_Text()] * (num_rows + num_spare), step, from_states
         self.num_rows, self._used = num_rows, dict.fromkeys(range(num_rows, num_rows + num_spare), 0)
         self._num_uses = 0
@@ -112,6 +124,10 @@ class HeldTexts:
         """Enter that a row holds new tokens after its prompt."""
         text = self._texts[row]
         self._texts[row] = text._replace(ids=(*text.ids, *ids))
+
+    def end(self, row: int, num_read: int) -> None:
+        """Enter that a row has read so many tokens, and reads no more."""
+        self._texts[row] = self._texts[row]._replace(num_read=num_read)
 
     def keep(self, row: int) -> tuple[int, int] | None:
         """Enter that a spare row holds the text of a row too; returns its number, and the tokens to copy, if any.
@@ -182,6 +198,8 @@ class HeldTexts:
 
     def _begun(self, row: int, ids: tuple[int, ...], texts: dict[int, _Text]) -> PromptRow:
         source, most = self._longest(ids, texts)
+        if source is not None and self._num_tapped is not None:
+            most = self._with_taps(ids, most, texts[source].num_read)
         num_tokens = self._whole_steps(ids, most)
         if source is None or num_tokens < LEAST_TOKENS:
             return PromptRow(row, Held(), Held())
@@ -189,6 +207,13 @@ class HeldTexts:
         self._use(source)
         target, draft = (Held(number, source, self._from_states) for number in (num_tokens, num_of_prompt))
         return PromptRow(row, target, draft)
+
+    def _with_taps(self, ids: tuple[int, ...], most: int, num_read: int | None) -> int:
+        """How many of the first tokens of a prompt, at most `most`, a row has all taps for that are needed."""
+        if num_read is not None and len(ids) > num_read:
+            return most
+        before = max(len(ids) - 1 - (self._num_tapped or 0), 0)
+        return most if most <= before else before * (not self._from_states)
 
     def _whole_steps(self, ids: tuple[int, ...], most: int) -> int:
         return min(most, len(ids) - 1) // self._step * self._step  # the last one is read, for its logits

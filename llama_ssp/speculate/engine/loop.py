@@ -630,7 +630,7 @@ class Decoding:
             if self.settings.reuses and not self.round.tree and self.decoder.reuses_any_length:
                 self.space.held.extend(row, owner.token_ids[:-1])  # the cache lacks the last one
             if self.settings.reuses:
-                self.space.keep(row)
+                self.space.keep(row, len(owner.request.prompt_ids) + len(owner.token_ids) - 1)
         num_rejected = 0 if reason else max((num_examined or 0) - result.num_accepted, 0)
         return Update(owner, new_ids, num_drafted, result.rejected_ids[:num_rejected])
 

@@ -449,6 +449,8 @@ class Round:
             first = first_own if cache.num_rows < self._batch_size else 0
             for row in {*rows} & {*range(first, first + cache.num_rows)}:
                 cache.clear(row - first)
+        if self.taps:
+            self.taps.clear(rows)
         self.forget_texts()
 
     def prefill(

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from benchmarks.families import MORE
 from llama_ssp.errors import CheckpointError
 from llama_ssp.rooms.adapters.merging import with_adapter
 from llama_ssp.rooms.adapters.records import WEIGHTS
@@ -34,12 +35,17 @@ class Folders(NamedTuple):
 
 
 def make(
-    folder: Path, *, dtype: torch.dtype = torch.float32, layers: Sequence[str] = LAYERS, use_rslora: bool = False
+    folder: Path,
+    *,
+    kind: str = "llama",
+    dtype: torch.dtype = torch.float32,
+    layers: Sequence[str] = LAYERS,
+    use_rslora: bool = False,
 ) -> Folders:
     found = Folders(folder / "base", folder / "adapter", folder / "merged")
-    build_checkpoint(found.base, "llama", dtype=dtype)
+    build_checkpoint(found.base, kind, dtype=dtype, **MORE.get(kind, {}))
     round_weights(found.base)
-    save_adapter(found.adapter, found.base, layers=layers, use_rslora=use_rslora)
+    save_adapter(found.adapter, found.base, layers=layers, use_rslora=use_rslora, fan_in_fan_out=kind == "gpt2")
     save_merged(found.merged, found.base, found.adapter)
     return found
 
@@ -53,13 +59,16 @@ def adapted(folders: Folders) -> Checkpoint:
     return with_adapter(inspect(folders.base), folders.adapter)
 
 
-@pytest.mark.parametrize(("layers", "use_rslora"), [(LAYERS, False), (LAYERS, True), (("lm_head", "k_proj"), False)])
+@pytest.mark.parametrize(("kind", "layers", "use_rslora"), [
+    ("llama", LAYERS, False), ("llama", LAYERS, True), ("llama", ("lm_head", "k_proj"), False),
+    ("gpt2", ("c_attn", "c_proj", "c_fc"), False),
+])  # fmt: skip
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_slices_are_those_of_the_merged_matrices(
-    tmp_path: Path, dtype: torch.dtype, layers: Sequence[str], use_rslora: bool
+    tmp_path: Path, kind: str, dtype: torch.dtype, layers: Sequence[str], use_rslora: bool
 ) -> None:
-    """Rounded once: products of the adapter alone have more digits than bf16 holds."""
-    folders = make(tmp_path, dtype=dtype, layers=layers, use_rslora=use_rslora)
+    """Rounded once: products of the adapter alone have more digits than bf16 holds. GPT-2 stores matrices as (I, O)."""
+    folders = make(tmp_path, kind=kind, dtype=dtype, layers=layers, use_rslora=use_rslora)
     found, wanted = adapted(folders), inspect(folders.merged)
     assert found.dtype == dtype
     changed = 0

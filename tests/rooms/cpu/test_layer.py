@@ -25,7 +25,8 @@ from tests.rooms.cpu.test_linear import COMPILED, native, numbers
 
 FORMS = ("none", "fp32", *(form.name for form in formats().values() if form.compiled and not form.is_stored_alone))
 VOCABULARY = 208
-BEHIND = 140
+BEHIND = 150
+"""More tokens than go through whole layers."""
 
 
 def runner(form: str = "none", cache_dtype: str = "auto", **sizes: int) -> LeanRunner:
@@ -79,7 +80,7 @@ def test_a_layer_in_one_operator_has_the_bits_of_its_parts(
     form: str, calls: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = runner(form)
-    for batch_size, num_tokens in ((1, 1), (3, 2), (1, 5), (3, 5)):
+    for batch_size, num_tokens in ((1, 1), (3, 2), (1, 5), (3, 5), (1, 17), (3, 9)):
         calls.clear()  # some check operators
         found = logits(model, num_tokens, batch_size=batch_size)
         assert calls == [batch_size * num_tokens]

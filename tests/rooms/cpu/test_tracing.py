@@ -17,12 +17,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from llama_ssp.kernels.linear import HalfLinear, Kernel, PackedLinear, PlainLinear, can_halve, can_pack
-from llama_ssp.models.huggingface.runner import ModuleRunner
 from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.ranks.memory import anonymous_bytes
 from llama_ssp.rooms.cpu.executor import TracedExecutor
 from llama_ssp.rooms.cpu.tracing import Traced
+from llama_ssp.rooms.modules.runner import ModuleRunner
 from llama_ssp.speculate.engine.loop import Decoder
 from llama_ssp.speculate.engine.state import Request
 from llama_ssp.workspaces import Workspace

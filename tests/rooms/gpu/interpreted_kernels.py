@@ -31,9 +31,8 @@ from llama_ssp.kernels import attention_by_length as varlen
 from llama_ssp.kernels import linear
 from llama_ssp.kernels.attention_by_length import CHECKED, VarlenAttention
 from llama_ssp.kernels.between import rotate_write
+from llama_ssp.kernels.latents import by_torch
 from llama_ssp.kernels.parts import Heads, KeptRows, RmsNorm, Sequences, rows_of
-from llama_ssp.models.huggingface import recurrent
-from llama_ssp.models.huggingface.experts import OwnExperts
 from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.models.prefill import Buckets, Prompts, read_prompts
 from llama_ssp.models.quantization.precision import UNQUANTIZED, Precision
@@ -41,17 +40,21 @@ from llama_ssp.models.states import StateCache
 from llama_ssp.models.weights import Loading
 from llama_ssp.operators import OPERATORS
 from llama_ssp.rooms.gpu import attention as choice
+from llama_ssp.rooms.gpu import latents as choice_of_latents
 from llama_ssp.rooms.gpu import one_order, records
 from llama_ssp.rooms.gpu import recurrence as choice_of_recurrence
 from llama_ssp.rooms.gpu.kernels import attention as attention_gpu
 from llama_ssp.rooms.gpu.kernels import between as between_gpu
 from llama_ssp.rooms.gpu.kernels import draw as draw_gpu
 from llama_ssp.rooms.gpu.kernels import equal_parts as equal_parts_gpu
+from llama_ssp.rooms.gpu.kernels import latents as latents_gpu
 from llama_ssp.rooms.gpu.kernels import linear as linear_gpu
 from llama_ssp.rooms.gpu.kernels import recurrence as recurrence_gpu
 from llama_ssp.rooms.gpu.kernels.draw import draw_in_blocks, draw_tokens, softmax
 from llama_ssp.rooms.gpu.kernels.halves import product_of_halves
 from llama_ssp.rooms.gpu.kernels.linear import choose, product_of_few_rows, unpack_bytes, unpack_codes
+from llama_ssp.rooms.modules import recurrent
+from llama_ssp.rooms.modules.experts import OwnExperts
 from llama_ssp.speculate.sampling import processors
 from llama_ssp.weights.in_memory import weights_of
 from tests.helpers.fake_comm import on_ranks, thread_comms
@@ -190,6 +193,56 @@ def own_bits_of_queries(
         assert torch.equal(attended([row], 4, 1)[0], singles[row, 4:5])
     for num_rows, number in both:
         assert torch.equal(attended(range(num_rows), 0, number), singles[:num_rows, :number]), (num_rows, number)
+
+
+def latents_of(
+    lengths: Sequence[int], number: int, *, heads: int, widths: tuple[int, int], kept: KeptRows
+) -> tuple[Any, ...]:
+    """Queries of so many positions, both parts of rows as in a cache, and a causal mask; the same rows each time."""
+    generator = torch.Generator().manual_seed(1)
+    most, num_slots = 9, 70
+    queries = torch.randn(16, heads, most, sum(widths), generator=generator)[: len(lengths), :, :number]
+    packed = [kept.pack(torch.randn(16, num_slots, width, generator=generator).to(DTYPE)) for width in widths]
+    rows = torch.cat(packed, -1)[: len(lengths)].split([part.shape[-1] for part in packed], -1)
+    last = torch.tensor(lengths)[:, None] - most + torch.arange(number)
+    mask = torch.zeros(len(lengths), 1, number, num_slots, dtype=DTYPE)
+    mask.masked_fill_((torch.arange(num_slots) > last[..., None])[:, None], float("-inf"))
+    return queries.to(DTYPE), *rows, mask, sum(widths) ** -0.5
+
+
+def attention_to_latents() -> None:
+    """Odd sizes, several parts and tiles, kept in any format; holes in masks, as of trees and windows; and own bits."""
+    lengths = [9 + 13 * row % 61 for row in range(16)]
+    sizes: list[tuple[int, tuple[int, int]]] = [(5, (22, 6)), (1, (16, 16)), (9, (40, 16))]
+    with patch.object(latents_gpu, "LATENT_PARTS", (2, 16, 32)), dots_in_order():
+        for (heads, widths), kept in product(sizes, KEPT):
+            if kept.largest and widths[0] % 4:
+                continue  # scales are whole words
+            given = latents_of(lengths[:3], 5, heads=heads, widths=widths, kept=kept)
+            given[3][0, :, 2:, 3:40] = given[3][1, :, :, :33] = float("-inf")
+            given[3][..., -1] = 0
+            wanted = by_torch(*(each.float() if each is given[0] else each for each in given), kept=kept)
+            assert_near(latents_gpu.attend(*given, kept=kept).float(), wanted, tolerance=2e-3)
+        attend = partial(latents_gpu.attend, kept=KEPT[0])
+        case = partial(latents_of, heads=2, widths=(22, 6), kept=KEPT[0])
+        whole = attend(*case(lengths, 9))
+        for num_rows, number in ((1, 9), (2, 2), (7, 5), (16, 1), (1, 1)):
+            found = attend(*case(lengths[:num_rows], number))
+            assert torch.equal(found, whole[:num_rows, :, :number]), (num_rows, number)
+        queries, latents, rotary, mask, scale = case(lengths[:1], 9)
+        found = attend(queries, latents[:, :64], rotary[:, :64], mask[..., :64], scale)
+        assert torch.equal(found, whole[:1]), "a row's bits do not depend on the slots behind it"
+
+
+def wrong_latents_are_not_used() -> None:
+    """The kernel is held to torch's operators for the model's heads, widths and rows."""
+    right, how = latents_gpu.attend, {"device": CPU, "num_heads": 3, "rank": 24, "rotary": 8, "dtype": DTYPE}
+    with patch.object(choice_of_latents, "_CHECKED_SLOTS", 80), patch.object(latents_gpu, "LATENT_PARTS", (2, 16, 32)):
+        for wrong in (None, lambda *given, kept: right(*given, kept=kept) * 1.1):
+            choice_of_latents.find_latents.cache_clear()
+            with patch.object(latents_gpu, "attend", wrong or right):
+                assert bool(choice_of_latents.find_latents(**how, kept=KEPT[1])) is (wrong is None)
+    assert choice_of_latents.find_latents(**how | {"dtype": torch.float32}, kept=KEPT[1]) is None
 
 
 def own_bits_of_rows() -> None:
@@ -688,14 +741,16 @@ def recurrent_layers() -> None:
         model = tiny_model(kind, **heads)
         recurrent.adapt(model)
         mixer: Any = next(recurrent.mixers_of(model))
-        right = choice_of_recurrence._tried(mixer, model.config.hidden_size)
-        layer, x_BTE = recurrent.state_of(mixer), torch.randn(2, 3, model.config.hidden_size, generator=GENERATOR)
+        layer, width = recurrent.state_of(mixer), model.config.hidden_size
+        like = recurrent.convolution_of(mixer).weight
+        right = choice_of_recurrence._tried(mixer, width, recurrent.mix_of(mixer), layer, like)
+        x_BTE = torch.randn(2, 3, width, generator=GENERATOR)
         found: dict[str, list[Tensor]] = {}
-        for name, batch_size, width in (("all", 2, 3), ("a row", 1, 3), ("a token", 2, 1), ("operators", 2, 3)):
+        for name, batch_size, num_tokens in (("all", 2, 3), ("a row", 1, 3), ("a token", 2, 1), ("operators", 2, 3)):
             mixer.own_kernels = None if name == "operators" else right
             cache = StateCache([layer], batch_size=batch_size, num_kept=3, dtype=torch.float32)
             outputs = []
-            for x, positions in zip(x_BTE.split(width, 1), torch.arange(3).split(width), strict=True):
+            for x, positions in zip(x_BTE.split(num_tokens, 1), torch.arange(3).split(num_tokens), strict=True):
                 view = cache.view(positions.expand(batch_size, -1), taken_B=None, cache_rows_B=None)
                 with patch.object(functional, "linear", of_each_row):
                     outputs.append(recurrent.mix_of(mixer)(mixer, x[:batch_size], view))
@@ -743,6 +798,7 @@ PARTS: dict[str, Sequence[Callable[[], None]]] = {
         experts, modules_of_experts,
     ],
     "own bits": [own_bits],
+    "latents": [attention_to_latents, wrong_latents_are_not_used],
     "equal bits": [equal_bits],
     "prompts of equal bits": [prompts_of_equal_bits],
     "models of equal bits": [models_of_equal_bits],

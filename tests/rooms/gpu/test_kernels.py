@@ -14,7 +14,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from llama_ssp.architectures.engine import PART_SLOTS, equal_part_slots, equal_tile_rows, most_parts
+from llama_ssp.architectures.engine import (
+    LATENT_PARTS,
+    LATENT_QUERIES,
+    PART_SLOTS,
+    equal_part_slots,
+    equal_tile_rows,
+    most_parts,
+)
 from llama_ssp.architectures.matrices import tokens_of_a_block
 from llama_ssp.kernels.parts import rows_of
 from llama_ssp.storage.formats import CACHES
@@ -23,8 +30,8 @@ from tests.rooms.gpu.ahead_of_time import CAPABILITIES, CHAINED, Compiled, compi
 
 pytestmark = pytest.mark.triton
 pytest.importorskip("triton")
-NAMES = ("between", "linear", "halves", "attention", "equal_parts", "draw", "recurrence")
-between_gpu, linear_gpu, halves_gpu, attention_gpu, equal_parts_gpu, draw_gpu, recurrence_gpu = (
+NAMES = ("between", "linear", "halves", "attention", "equal_parts", "draw", "recurrence", "latents")
+between_gpu, linear_gpu, halves_gpu, attention_gpu, equal_parts_gpu, draw_gpu, recurrence_gpu, latents_gpu = (
     import_module(f"llama_ssp.rooms.gpu.kernels.{name}") for name in NAMES
 )
 
@@ -110,6 +117,31 @@ def test_split_attention_needs_no_stack_and_multiplies_every_key_by_one_warp(
 
 
 @grid(
+    capability=CAPABILITIES, dtype=["fp16", "bf16"], rank=[512, 256], rows=[16, LATENT_QUERIES], cache=[*CACHES.all()]
+)
+def test_attention_to_latents_needs_no_stack(capability: int, dtype: str, rank: int, rows: int, cache: str) -> None:
+    """With the widths of DeepSeek V3 and of MiniCPM3."""
+    kept, rotary = rows_of(cache, NUMBERS[dtype]), 64 if rank > 256 else 32
+    types = dict.fromkeys(("queries", "masks", "attended"), f"*{dtype}")
+    types |= dict.fromkeys(("parts", "sums"), "*fp32") | dict.fromkeys(("scale", "mask_scale"), "fp32")
+    types |= dict.fromkeys(("latents", "rotary"), STORED[kept.stored_dtype])
+    compiled = partial(compile_kernel, types=types, capability=capability)
+    found = compiled(
+        latents_gpu.attend_part, constants={
+            "RANK": rank, "ROTARY": rotary, "RANKS": rank, "ROTARIES": rotary, "ROWS": rows, "SLOTS": 16,
+            **dict(zip(("SHORT_PARTS", "SHORT", "LONG"), LATENT_PARTS, strict=True)),
+            "KIND": attention_gpu.KINDS.get(kept.dtype, 0),
+        },
+        num_warps=8, num_stages=1 if kept.largest else 2, uneven=("num_queries", "num_slots", "num_parts"),
+    )  # fmt: skip
+    assert found.shared_bytes <= MOST_SHARED
+    whole = compiled(
+        latents_gpu.attend_whole, constants={"RANK": rank, "WIDTH": 32, "BLOCK": 16}, num_warps=1, uneven=("num_parts",)
+    )
+    assert found.is_chained == whole.is_chained == (capability >= CHAINED)
+
+
+@grid(
     capability=CAPABILITIES, dtype=["fp16", "bf16"], head_dim=[96, 64], group=[4, 48], has_window=[False, True],
     cache=[*CACHES.all()],
 )  # fmt: skip
@@ -176,6 +208,7 @@ def test_norms_and_gates_need_no_stack_and_read_weights_alone_before_they_wait(
         ["operators"],
         ["qwen3", "recurrent layers"],
         ["quantized cache", "several ranks"],
+        ["latents"],
         slow(["own bits"]),
         heavy(["prompts of equal bits"]),
         slow(["equal bits"]),

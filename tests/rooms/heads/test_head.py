@@ -15,13 +15,13 @@ from llama_ssp import catalogue
 from llama_ssp.architectures.reading import read_config
 from llama_ssp.errors import CheckpointError
 from llama_ssp.models.cache import Taps
-from llama_ssp.models.huggingface.modules import layers_of
 from llama_ssp.models.loading import check_model, load_model
 from llama_ssp.models.runner import Runner
 from llama_ssp.models.weights import Loading
 from llama_ssp.rooms.heads.drafter import HeadDrafter
 from llama_ssp.rooms.heads.runner import HeadRunner
 from llama_ssp.rooms.heads.sources import HeadSource, source_of
+from llama_ssp.rooms.modules.building import layers_of
 from llama_ssp.speculate.engine.round import DraftChoice
 from llama_ssp.weights import hub
 from llama_ssp.weights.checkpoint import inspect

@@ -19,8 +19,6 @@ from llama_ssp.architectures.family import inventory
 from llama_ssp.architectures.reading import check_readable, read_config
 from llama_ssp.errors import CheckpointError, ConfigError
 from llama_ssp.models.cache import Taps
-from llama_ssp.models.huggingface.modules import load_modules
-from llama_ssp.models.huggingface.runner import ModuleRunner
 from llama_ssp.models.loading import check_model, load_model
 from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.models.runner import Runner
@@ -29,6 +27,8 @@ from llama_ssp.rooms.heads.drafter import HeadDrafter
 from llama_ssp.rooms.heads.library import MtpRunner
 from llama_ssp.rooms.heads.records import OF_TARGET
 from llama_ssp.rooms.heads.sources import MtpSource, mtp_of
+from llama_ssp.rooms.modules.building import load_modules
+from llama_ssp.rooms.modules.runner import ModuleRunner
 from llama_ssp.settings.schema import SamplingConfig
 from llama_ssp.speculate.engine.round import DraftChoice
 from llama_ssp.weights.checkpoint import inspect

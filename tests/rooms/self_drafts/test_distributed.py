@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.commands import run
+from tests.helpers.models import VOCAB_SIZE, build_checkpoint
+from tests.helpers.tokenizers import save_tokenizer
 
 pytestmark = [pytest.mark.distributed(2), pytest.mark.heavy]
 SETTINGS = [
@@ -45,3 +47,27 @@ def test_the_distribution_suite_scores_the_copy_that_drafted(tmp_path: Path) -> 
     evaluation = json.loads((tmp_path / "run" / "summary.json").read_text())["evaluation"]
     assert evaluation["passed"]
     assert "standard errors, log target minus log draft" in {measure["name"] for measure in evaluation["measures"]}
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "qwen3_moe", "glm4_moe"])
+def test_a_copy_of_layers_on_library_modules_writes_the_greedy_text_of_plain_decoding(
+    kind: str, tmp_path: Path
+) -> None:
+    """On one rank and on two, where each copies its own slices."""
+    build_checkpoint(tmp_path / "model", kind, num_hidden_layers=4)
+    save_tokenizer(tmp_path / "model", VOCAB_SIZE)
+    words = [
+        "task=generate", "model=local", f"model.path={tmp_path}/model", "model.dtype=fp32", "sampling=greedy",
+        "prompt=t5 t9 t3 t14", "max_new_tokens=24", "ignore_eos=true",
+    ]  # fmt: skip
+    found = []
+    for draft in (["draft=none"], ["draft=self", "draft.quantization=int8_weight_only"]):
+        for number in (1, 2):
+            folder = tmp_path / f"{draft[0]}{number}"
+            done = run([*words, *draft, f"run_dir={folder}"], num_ranks=number)
+            assert done.returncode == 0, done.stderr
+            [line] = map(json.loads, (folder / "run.jsonl").read_text().splitlines())
+            found.append(line)
+    assert len({tuple(line["token_ids"]) for line in found}) == 1
+    assert len(found[0]["token_ids"]) == 24
+    assert all(sum(line["accepted_lengths"]) > 12 for line in found[2:])

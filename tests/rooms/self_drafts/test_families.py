@@ -14,11 +14,11 @@ from llama_ssp.architectures import engine
 from llama_ssp.architectures.family import record_of
 from llama_ssp.errors import ConfigError
 from llama_ssp.models import prefill
-from llama_ssp.models.huggingface.modules import layers_of
 from llama_ssp.models.loading import is_llama_kind, load_model
 from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.models.weights import Loading
 from llama_ssp.ranks.stages import ModelStage
+from llama_ssp.rooms.modules.building import layers_of
 from llama_ssp.rooms.self_drafts.drafter import SelfDrafter
 from llama_ssp.rooms.self_drafts.records import SelfConfig
 from llama_ssp.settings.checks import check_values
@@ -159,7 +159,7 @@ def test_a_copy_of_the_layers_of_any_family_drafts_over_the_targets_cache(kind: 
         for way in ({"layers": [0, 2]}, {"layers": NUM_LAYERS - 1, "window": 8, "sinks": 2}):
             found = decode(target, replace(draft, **way), copied=rounded, temperature=0.0)
             assert ids_of(found) == plain, way
-        assert len(rounded._counter.chosen) <= NUM_LAYERS, "or a text would fill memory"
+        assert len(rounded._counter._chosen) <= NUM_LAYERS, "or a text would fill memory"
 
 
 @torch.inference_mode()

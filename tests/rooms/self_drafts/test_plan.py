@@ -14,7 +14,6 @@ from llama_ssp import catalogue
 from llama_ssp.catalogue import Dtype
 from llama_ssp.machines import hardware
 from llama_ssp.models.cache import StaticCache
-from llama_ssp.models.huggingface.modules import layers_of
 from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.models.loading import load_model
 from llama_ssp.models.quantization.precision import Precision
@@ -24,6 +23,7 @@ from llama_ssp.planning.plan import make_plan
 from llama_ssp.planning.spec import make_spec as spec_of_run
 from llama_ssp.planning.timing import CostModel, timing
 from llama_ssp.ranks.stages import ModelStage
+from llama_ssp.rooms.modules.building import layers_of
 from llama_ssp.rooms.self_drafts.drafter import SelfDrafter
 from llama_ssp.rooms.self_drafts.lengths import gains_from
 from llama_ssp.rooms.self_drafts.records import SelfConfig

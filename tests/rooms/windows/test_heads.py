@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from llama_ssp import catalogue
 from llama_ssp.machines import hardware
-from llama_ssp.models.cache import StaticCache, Taps
+from llama_ssp.models.cache import StaticCache
 from llama_ssp.models.loading import load_model
 from llama_ssp.models.weights import Loading
 from llama_ssp.planning.memory import memory
@@ -49,10 +49,17 @@ def loaded(origin: Any, target: Any = None) -> Any:  # noqa: ANN401 - a model or
     return load_model(Loading(origin, dtype=torch.float32, target=target))
 
 
-def windowed(way: str) -> Callable[[DrafterParts], Drafter]:
-    """What makes a head's drafter of a window, as runs do."""
+def windowed(way: str) -> tuple[Callable[[DrafterParts], Drafter], WindowConfig]:
+    """What makes a head's drafter of a window, as runs do, and its settings."""
     window, sinks = WAYS[way]
-    return lambda parts: make(replace(parts, config=WindowConfig(window=window, sinks=sinks)))
+    config = WindowConfig(window=window, sinks=sinks)
+    return lambda parts: make(replace(parts, config=config)), config
+
+
+def of_window(way: str, *between: Any, **how: Any) -> Any:  # noqa: ANN401
+    """Decode with a head that sees a window; see `head_drafts.decode`, with target, head and tapped layers."""
+    (target, *others), (kind, config) = between, windowed(way)
+    return head_drafts.decode(target, kind, *others, draft=config, **how)
 
 
 def of_prompts(seen: Seen) -> Seen:
@@ -82,8 +89,8 @@ def test_every_draft_of_a_head_has_the_law_of_the_pairs_that_it_sees(
     library: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "target", dtype="float32")
     tensors, table_VE = load_file(tmp_path / "head" / "model.safetensors"), library.get_input_embeddings().weight
     choices = [*[DraftChoice(0)] * pauses, DraftChoice(3), DraftChoice(2)] if pauses else []
-    head_drafts.decode(
-        runner, windowed(way), loaded(origin, runner), origin.layers, width=draft_heads.SMALL_WIDTH, prompts=PROMPTS,
+    of_window(
+        way, runner, loaded(origin, runner), origin.layers, width=draft_heads.SMALL_WIDTH, prompts=PROMPTS,
         num_new=16 + pauses, seen=seen, tree=tree, choices=choices, batch_size=2,
     )  # fmt: skip
 
@@ -99,9 +106,9 @@ def test_every_block_has_the_law_of_the_positions_that_it_sees(layout: str, tree
     (target, origin), seen, shape = one_pass_heads.save_pair(tmp_path, layout), Seen(), tree_of(tree)
     runner, depth = loaded(target), shape.depth if shape else NUM_DRAFTED
     library: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "target", dtype="float32")
-    head_drafts.decode(
-        runner, windowed("window"), loaded(origin, runner), origin.layers, width=one_pass_heads.WIDTH, prompts=PROMPTS,
-        seen=seen, tree=tree, batch_size=2,
+    of_window(
+        "window", runner, loaded(origin, runner), origin.layers, width=one_pass_heads.WIDTH, prompts=PROMPTS, seen=seen,
+        tree=tree, batch_size=2,
     )  # fmt: skip
     parts = library.get_input_embeddings(), library.get_output_embeddings()
     table_VE, output_VE = (part.weight.detach() for part in parts)
@@ -145,17 +152,19 @@ def test_a_window_of_all_drafts_as_without_one_and_a_narrow_one_keeps_greedy_tex
     laws = list[Seen]()
     for way in (None, "all"):
         head, seen = loaded(origin, runner), Seen()
-        kind = windowed(way) if way else head.make_drafter
-        head_drafts.decode(runner, kind, head, origin.layers, width=width, prompts=prompts, seen=seen, tree=tree)
+        how: Any = {"width": width, "prompts": prompts, "seen": seen, "tree": tree}
+        if way:
+            of_window(way, runner, head, origin.layers, **how)
+        else:
+            head_drafts.decode(runner, head.make_drafter, head, origin.layers, **how)
         laws.append(seen)
     assert len(laws[0]) == len(laws[1]) > 5
     for (text, ids_K, law_TV), (other, other_K, other_TV) in zip(*laws, strict=True):
         assert (text, ids_K.tolist()) == (other, other_K.tolist())
         torch.testing.assert_close(law_TV, other_TV, atol=2e-5, rtol=1e-3)
     decode = partial(
-        head_drafts.decode, runner, windowed("window"), loaded(origin, runner), origin.layers, width=width,
-        prompts=prompts, tree=tree,
-    )  # fmt: skip
+        of_window, "window", runner, loaded(origin, runner), origin.layers, width=width, prompts=prompts, tree=tree
+    )
     check_greedy(runner, prompts, decode, [{"batch_size": 1}, {"batch_size": 3}])
 
 
@@ -167,9 +176,9 @@ def test_of_each_turn_of_a_chat_a_head_reads_no_more_than_it_sees(
     target, origin, width = small_eagle(tmp_path)
     runner, laws = loaded(target), list[dict[tuple[int, ...], Tensor]]()
     for reuses in (True, False):
-        head, seen = loaded(origin, runner), Seen()
+        head, seen, (kind, config) = loaded(origin, runner), Seen(), windowed("window")
         decoder = make_head_decoder(
-            runner, windowed("window"), head, origin.layers, width=width, seen=seen, reuses=reuses
+            runner, kind, head, origin.layers, width=width, seen=seen, reuses=reuses, draft=config
         )
         assert chat(decoder, head, monkeypatch, turns=TURNS) <= 0
         laws.append({tuple(text): law for text, _, law in seen})
@@ -178,21 +187,24 @@ def test_of_each_turn_of_a_chat_a_head_reads_no_more_than_it_sees(
 
 
 def test_the_caches_of_a_head_have_the_bytes_that_a_plan_counts() -> None:
-    """Of the small cache of the head, and of the taps, which the target keeps of all tokens."""
+    """Of the small cache of the head, and of the taps that it may read."""
     words = "task=generate", "draft=tiny-eagle", "draft.window=64", "draft.sinks=2", "model.dtype=fp32", "batch_size=3"
     config, _ = compose_run(*words, "draft.model.dtype=fp32", "max_new_tokens=20")
     spec = spec_of_run(config, world_size=1, device="cpu", prompt_tokens=200)
     planned = memory(spec, replace(hardware.load("h100"), device="cpu"))[0].draft_cache_bytes
     target, file = (inspect(hub.resolve(catalogue.load(name))) for name in ("tiny", "tiny-eagle"))
     origin, runner = of_heads("sources").source_of(file, target), loaded(target)
+    kind, settings = windowed("as planned")
     decoder = make_head_decoder(
-        runner, windowed("as planned"), loaded(origin, runner), origin.layers, width=256, num_drafted=4, batch_size=3
+        runner, kind, loaded(origin, runner), origin.layers, width=256, num_drafted=4, batch_size=3, draft=settings
     )
     decoder.make_room(requests_of([tuple(range(200))] * 3, 20))
     [own] = find_parts(decoder.round.drafters, StaticCache, seen=set())
-    [taps] = {id(each): each for each in find_parts(decoder.round, Taps, seen=set())}.values()
-    held = sum(layer.nbytes for layer in own.in_rows()) + taps.in_rows().nbytes
+    assert decoder.round.taps
+    taps_BSX = decoder.round.taps.in_rows()
+    held = sum(layer.nbytes for layer in own.in_rows()) + taps_BSX.nbytes
     assert own.num_slots == spec.draft_slots < 200
+    assert taps_BSX.shape[1] == spec.tap_slots < 100
     assert held == planned
 
 
@@ -216,3 +228,23 @@ def test_a_head_that_says_itself_what_it_sees_is_one_sentence(
     config, _ = compose_run("task=generate", "draft=tiny-eagle", "draft.window=64", "model=tiny")
     sentence = refusal(lambda: check_values(config, target.shape, origin.shape))
     assert ("draft.window=64 is of drafts that see all of a text, and the files of draft" in sentence) == is_refused
+
+
+@pytest.mark.heavy
+def test_after_rounds_without_drafts_modules_draft_as_from_the_taps_of_all_tokens(tmp_path: Path) -> None:
+    """More is missed than a window keeps, and what a module reads depends on all that the one before sees."""
+    target, origin, width = mtp("glm4_moe", tmp_path, num_modules=3)
+    runner, (kind, config) = loaded(target), windowed("window")
+    prompts, laws = [tuple(token % runner.vocab_size for token in prompt) for prompt in PROMPTS], list[Seen]()
+    choices = [*[DraftChoice(0)] * 33, DraftChoice(3), DraftChoice(2)]
+    for draft in (config, None):
+        seen = Seen()
+        head_drafts.decode(
+            runner, kind, loaded(origin, runner), origin.layers, width=width, prompts=prompts, num_new=60, seen=seen,
+            choices=choices, batch_size=2, draft=draft,
+        )  # fmt: skip
+        laws.append([each for each in seen if len(each[0]) > 33])
+    assert len(laws[0]) == len(laws[1]) > 5
+    for (text, _, law_TV), (other, _, other_TV) in zip(*laws, strict=True):
+        assert text == other
+        assert law_TV.equal(other_TV)

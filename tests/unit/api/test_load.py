@@ -16,7 +16,6 @@ from llama_ssp.api.elsewhere import ELSEWHERE, Elsewhere
 from llama_ssp.api.pair import Pair
 from llama_ssp.architectures.reading import check_readable
 from llama_ssp.errors import ConfigError
-from llama_ssp.models.huggingface.modules import load_modules
 from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.models.weights import Loading
 from llama_ssp.settings.drafters import SAME
@@ -24,7 +23,7 @@ from llama_ssp.weights.checkpoint import inspect
 from llama_ssp.weights.in_memory import weights_of
 from tests.helpers.hub import shipped
 from tests.helpers.lanes import sample
-from tests.helpers.models import FAMILIES, VOCAB_SIZE, build_checkpoint, refusal, tiny_model
+from tests.helpers.models import FAMILIES, VOCAB_SIZE, build_checkpoint, load_modules, refusal, tiny_model
 from tests.helpers.packed_checkpoints import pack_checkpoint
 from tests.helpers.repository import ROOT
 from tests.helpers.tokenizers import save_tokenizer

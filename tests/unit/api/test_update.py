@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from llama_ssp import load
 from llama_ssp.api.pair import Pair
 from llama_ssp.errors import CheckpointError, ConfigError
-from llama_ssp.models.huggingface.runner import ModuleRunner
 from llama_ssp.models.loading import load_model
 from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.models.runner import Runner
@@ -125,7 +124,8 @@ def test_after_an_update_nothing_holds_old_weights_and_code_least_of_all(
 ) -> None:
     """All tensors that a model leads to, those of closures too, are those of a fresh load."""
     join_on_cpu(monkeypatch)
-    monkeypatch.setattr(ModuleRunner, "_compare", lambda _: None)  # which leaves a cache
+    runner_of_modules = module_of("modules.runner").ModuleRunner
+    monkeypatch.setattr(runner_of_modules, "_compare", lambda _: None)  # which leaves a cache
     sizes = {"moe_intermediate_size": 128} | FAMILIES[family] | WHOLE_GROUPS if form != "none" else {}
     build_checkpoint(tmp_path / "model", family, **sizes)
 

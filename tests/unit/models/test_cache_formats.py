@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,17 +10,15 @@ from torch import Tensor
 
 from benchmarks.decoding import decode_once, load_pair, make_decoder, prompt, run_config
 from llama_ssp import catalogue
-from llama_ssp.models.huggingface.runner import ModuleRunner
 from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.planning.memory import kv_bytes_per_token
 from llama_ssp.planning.model import planned_model
-from llama_ssp.ranks.comms import Comm
 from llama_ssp.settings.schema import VerificationConfig
 from llama_ssp.speculate.engine.state import Request
 from llama_ssp.storage.formats import CACHES
 from tests.helpers.lanes import first, pairs
-from tests.helpers.models import build_checkpoint, load_lean, tiny_model
+from tests.helpers.models import build_checkpoint, load_lean, module_runner, tiny_model
 from tests.unit.models.llama.test_decoder import random_ids
 
 NAMES = list(CACHES.all())
@@ -29,17 +28,17 @@ NEAR = {"bf16": 0.02, "fp16": 0.003, "int8": 0.05, "fp8": 0.15}
 TOKENS, BEHIND = 30, 3
 
 
-def runners(name: str) -> list[LeanRunner | ModuleRunner]:
+def runners(name: str) -> list[LeanRunner | Any]:
     """By compiled attention, by masks (heads are no whole vectors), and by the library's modules."""
     precision = Precision(cache_dtype=name)
     return [
         load_lean(tiny_model("llama", head_dim=16), precision=precision),
         load_lean(tiny_model("llama"), precision=precision),
-        ModuleRunner(tiny_model("llama", head_dim=16), comm=Comm.single(), cache_dtype=name),
+        module_runner(tiny_model("llama", head_dim=16), cache_dtype=name),
     ]
 
 
-def logits(runner: LeanRunner | ModuleRunner) -> Tensor:
+def logits(runner: LeanRunner) -> Tensor:
     """Of the last tokens of three texts, whose beginnings were read before."""
     runner.allocate(batch_size=3, capacity=40)
     ids, positions = random_ids(3, TOKENS), torch.arange(TOKENS).repeat(3, 1)

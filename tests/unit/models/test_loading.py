@@ -16,7 +16,6 @@ from benchmarks.families import MORE
 from llama_ssp import catalogue
 from llama_ssp.architectures.family import record_of
 from llama_ssp.errors import CheckpointError
-from llama_ssp.models.huggingface.modules import load_modules
 from llama_ssp.models.llama.table import EMBEDDING, OUTPUT
 from llama_ssp.models.loading import check_model
 from llama_ssp.models.quantization.precision import Precision
@@ -26,7 +25,7 @@ from llama_ssp.weights import hub
 from llama_ssp.weights.checkpoint import SINGLE_FILE, Checkpoint, inspect
 from tests.helpers.draft_heads import make_tensors, save_original
 from tests.helpers.lanes import first, sample
-from tests.helpers.models import FAMILIES, VOCAB_SIZE, build_checkpoint, refusal, tiny_config
+from tests.helpers.models import FAMILIES, VOCAB_SIZE, build_checkpoint, load_modules, refusal, tiny_config
 from tests.helpers.one_pass_heads import SHARING, save_head
 from tests.helpers.rooms import of_heads
 from tests.unit.models.conftest import Saved

@@ -10,11 +10,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from llama_ssp.models.huggingface.modules import build_empty
 from llama_ssp.storage.formats import formats
 from llama_ssp.weights.checkpoint import INDEX_FILE, Checkpoint, shape_of
 from tests.helpers.models import tiny_config
 from tests.helpers.repository import ROOT
+from tests.helpers.rooms import module_of
 
 NUM_RANKS = 4
 SIZES = {
@@ -100,7 +100,9 @@ def write_checkpoint(folder: Path, family: str) -> None:
     config = tiny_config(family, **SIZES, **FAMILIES[family][0])
     config.architectures = [{"llama": "LlamaForCausalLM", "gpt_neox": "GPTNeoXForCausalLM"}[family]]
     config.save_pretrained(folder)
-    empty = build_empty(Checkpoint(folder=folder, config=config, shape=shape_of(config), tensors={}))
+    empty = module_of("modules.building").build_empty(
+        Checkpoint(folder=folder, config=config, shape=shape_of(config), tensors={})
+    )
     files: dict[str, dict[str, torch.Tensor]] = {}
     for name, parameter in empty.named_parameters():
         part = name.split(".")[2] if ".layers." in name else "rest"

@@ -15,8 +15,6 @@ from llama_ssp import load as load_pair
 from llama_ssp.catalogue import Dtype
 from llama_ssp.errors import ConfigError, PlacementError
 from llama_ssp.kernels.linear import PlainLinear
-from llama_ssp.models.huggingface.modules import OwnLinear, load_modules
-from llama_ssp.models.huggingface.runner import ModuleRunner
 from llama_ssp.models.loading import check_model
 from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.models.runner import Runner
@@ -32,7 +30,8 @@ from tests.helpers.fake_comm import on_ranks, thread_comms
 from tests.helpers.format_rooms import of_all_formats
 from tests.helpers.held import held_bytes
 from tests.helpers.lanes import pairs
-from tests.helpers.models import VOCAB_SIZE, build_checkpoint, load_lean
+from tests.helpers.models import VOCAB_SIZE, build_checkpoint, load_lean, load_modules, module_runner
+from tests.helpers.rooms import module_of
 
 pytestmark = of_all_formats
 CPU = torch.device("cpu")
@@ -72,7 +71,7 @@ def load(
     if implementation == "lean":
         # The head's kernel is named, since a packed one does not tell its bytes.
         return load_lean(folder, dtype=dtype, comm=comm, precision=precision, kernel=PlainLinear)
-    return ModuleRunner(load_modules(Loading(inspect(folder), dtype=dtype, comm=comm, precision=precision)), comm=comm)
+    return module_runner(load_modules(Loading(inspect(folder), dtype=dtype, comm=comm, precision=precision)), comm=comm)
 
 
 @torch.inference_mode()
@@ -173,11 +172,11 @@ def assert_planned(saved: Saved, implemented: tuple[str, str], *, num_ranks: int
         runner = load(
             folder, implementation, Precision(quantization=form), comm=comm, dtype=getattr(torch, dtype.value)
         )
-        parts = (
-            [runner._layers, runner._norm, runner._head, runner._embedding_VE]
-            if implementation == "lean"
-            else [list(runner._model.parameters()), [m for m in runner._model.modules() if type(m) is OwnLinear]]
-        )
+        if implementation == "lean":
+            parts = [runner._layers, runner._norm, runner._head, runner._embedding_VE]
+        else:
+            kind, model_of = module_of("modules.building").OwnLinear, runner._model
+            parts = [[*model_of.parameters()], [each for each in model_of.modules() if type(each) is kind]]
         is_short = implementation == "lean" and dtype is Dtype.bf16  # norms are in fp32 on CPUs
         assert held_bytes(parts) == model_bytes(share, model, device="cpu" if is_short else "cuda").total_bytes
 

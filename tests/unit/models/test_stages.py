@@ -14,8 +14,7 @@ from llama_ssp.architectures.matrices import joined
 from llama_ssp.architectures.stages import stage_layers
 from llama_ssp.catalogue import Dtype, ModelShape
 from llama_ssp.errors import PlacementError
-from llama_ssp.models.huggingface.described import with_modules
-from llama_ssp.models.huggingface.runner import ModuleRunner
+from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.models.loading import load_model
 from llama_ssp.models.runner import Runner
 from llama_ssp.models.weights import Loading
@@ -25,6 +24,7 @@ from llama_ssp.weights.checkpoint import inspect
 from tests.helpers.held import held_bytes
 from tests.helpers.lanes import grid, sample
 from tests.helpers.models import FAMILIES, VOCAB_SIZE, build_checkpoint
+from tests.helpers.rooms import module_of
 from tests.helpers.stages import loadings, on_stages
 
 SPLITS = [(2, 1), (3, 1), (4, 1), (2, 2)]
@@ -103,10 +103,10 @@ def test_each_rank_holds_the_weights_that_a_plan_counts(
     stages, of_ranks = stage_layers(origin.shape, num_stages), shares(origin.shape, num_ranks=tp_size)
     planned = [held for number in range(num_stages) for held in of_stage(of_ranks, stages, number)]
     for held, loading in zip(planned, loadings(origin, num_stages, tp_size), strict=True):
-        runner = load_model(loading)
+        runner: Any = load_model(loading)
         parts: list[object] = [vars(runner).get(name) for name in ("_layers", "_norm", "_head", "_embedding_VE")]
         constants: list[object] = []
-        if isinstance(runner, ModuleRunner):
+        if not isinstance(runner, LeanRunner):
             parts, constants = [runner._model], [*runner._model.buffers()]
         assert held_bytes(parts) - held_bytes(constants) == model_bytes(held, model, device="cuda").total_bytes
 
@@ -125,7 +125,7 @@ def test_each_stage_of_unlike_layers_holds_the_bytes_that_a_plan_counts(
     kind: str, layers: list[int] | None, tmp_path: Path
 ) -> None:
     build_checkpoint(tmp_path, kind, num_hidden_layers=4, **UNLIKE[kind])
-    origin = with_modules(inspect(tmp_path))
+    origin = module_of("modules.described").with_modules(inspect(tmp_path))
     model = PlannedModel(name=kind, shape=origin.shape, dtype=Dtype.fp32, quantization="none")
     stages, whole = stage_layers(origin.shape, 3, layers), shares(origin.shape, num_ranks=1)
     planned = [of_stage(whole, stages, number)[0] for number in range(3)]
@@ -157,7 +157,7 @@ def test_layers_that_differ_are_shared_out_by_what_each_of_them_holds(tmp_path: 
     """Two dense layers before six of experts, each as large as four of them."""
     sizes: dict[str, Any] = {"first_k_dense_replace": 2, "intermediate_size": 48, "tie_word_embeddings": True}
     build_checkpoint(tmp_path, "deepseek_v3", num_hidden_layers=8, vocab_size=32, **sizes)
-    stages = stage_layers(with_modules(inspect(tmp_path)).shape, 2)
+    stages = stage_layers(module_of("modules.described").with_modules(inspect(tmp_path)).shape, 2)
     assert [len(stage) for stage in stages] == [5, 3]
 
 

@@ -16,10 +16,7 @@ from llama_ssp.architectures.matrices import WholeParts, split_model
 from llama_ssp.catalogue import Dtype
 from llama_ssp.machines import hardware
 from llama_ssp.machines.hardware import HardwareConfig
-from llama_ssp.models.huggingface.latents import use_latents
-from llama_ssp.models.huggingface.runner import ModuleRunner
 from llama_ssp.models.prefill import Buckets
-from llama_ssp.models.tensor_parallel import shard
 from llama_ssp.planning.memory import (
     GRAPH_NODE_BYTES,
     bucket_of,
@@ -35,8 +32,9 @@ from llama_ssp.planning.weights import model_bytes, shares
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.settings.schema import DraftLayout
 from llama_ssp.weights.checkpoint import shape_of
-from tests.helpers.models import tiny_config, tiny_model
+from tests.helpers.models import module_runner, tiny_config, tiny_model
 from tests.helpers.planning import make_spec, small_model
+from tests.helpers.rooms import module_of
 
 A100, MI250, CPU = (hardware.load(name) for name in ("p4d_24xlarge", "mi250", "laptop_cpu"))
 
@@ -161,18 +159,24 @@ def test_long_contexts_are_planned_with_the_graphs_that_exist_at_a_time() -> Non
 
 
 @pytest.mark.seconds
-@pytest.mark.parametrize(("kind", "value_dim", "rank", "positions", "is_expanded"), [
-    ("deepseek_v3", 24, 16, 1, False), ("deepseek_v2", 16, 16, 512, False), ("deepseek_v3", 16, 64, 512, True),
-    ("deepseek_v2", 24, 64, 512, True),
+@pytest.mark.parametrize(("kind", "value_dim", "rank", "rotary", "positions", "is_expanded"), [
+    ("deepseek_v3", 24, 16, 8, 1, False), ("deepseek_v2", 16, 16, 8, 512, False), ("deepseek_v3", 16, 64, 8, 512, True),
+    ("deepseek_v2", 24, 64, 8, 512, True), ("deepseek_v3", 16, 16, 16, 512, False),
 ])  # fmt: skip
-def test_what_latents_are_made_into_is_planned_as_torch_allocates_it(
-    kind: str, value_dim: int, rank: int, positions: int, is_expanded: bool
+def test_what_latents_are_made_into_is_planned_as_torch_allocates_it(  # noqa: PLR0917 - a table
+    kind: str, value_dim: int, rank: int, rotary: int, positions: int, is_expanded: bool
 ) -> None:
-    """Scores of all heads, or keys and values, for 2048 slots, by far the most of what a forward allocates."""
-    sizes = {"v_head_dim": value_dim, "kv_lora_rank": rank, "max_position_embeddings": 4096}
+    """Scores of all heads, or keys and values, for 2048 slots, by far the most of what a forward allocates.
+
+    Rotary keys of 16 numbers have the CPU's operator, which makes neither: masks are then the most.
+    """
+    sizes = {
+        "v_head_dim": value_dim, "kv_lora_rank": rank, "qk_rope_head_dim": rotary, "head_dim": rotary,
+        "max_position_embeddings": 4096,
+    }  # fmt: skip
     module, num_slots, batch_size = tiny_model(kind, **sizes), 2048, 2
-    use_latents(module)
-    runner = ModuleRunner(module, comm=Comm.single())
+    module_of("modules.latents").use_latents(module)
+    runner = module_runner(module)
     runner.allocate(batch_size=batch_size, capacity=num_slots, num_rolled_back=1)
     positions_BT = torch.arange(num_slots - positions, num_slots).repeat(batch_size, 1)
     scored_B1 = torch.full((batch_size, 1), positions - 1)
@@ -197,7 +201,8 @@ def test_what_latents_are_made_into_is_planned_as_torch_allocates_it(
         max_new_tokens=num_slots - prompt - 1,
     )  # fmt: skip
     (planned,) = memory(spec, CPU)
-    assert planned.activations_bytes == pytest.approx(most, rel=0.02 if positions > 1 else 0.1)
+    by_torch = positions > 1 and not model.has_latent_kernel(CPU)
+    assert planned.activations_bytes == pytest.approx(most, rel=0.02 if by_torch else 0.1)
 
 
 def test_every_part_of_a_row_has_its_own_sums_in_a_round() -> None:
@@ -302,7 +307,8 @@ def test_each_rank_is_planned_exactly_what_the_loader_gives_it(name: str, num_ra
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(CONFIGS[name])
         own = split_model(shape, num_ranks=num_ranks, whole=whole)[rank]
-        shard(model, shape, Comm(rank=rank, size=num_ranks), own=own, whole=whole)
+        cut = module_of("modules.tensor_parallel").shard
+        cut(model, shape, Comm(rank=rank, size=num_ranks), own=own, whole=whole)
         if shape.tie_word_embeddings and model.lm_head.weight.shape == model.get_input_embeddings().weight.shape:
             model.lm_head.weight = model.get_input_embeddings().weight
         held = 2 * sum(parameter.numel() for parameter in model.parameters())

@@ -153,7 +153,7 @@ FAMILY = Addition(
     name="nanochat",
     section="family",
     files={
-        "llama_ssp/architectures/nanochat.py": '''
+        "llama_ssp/rooms/modules/records/nanochat.py": '''
 """nanochat: a plain MLP, and norms without weights."""
 
 from functools import partial

@@ -271,7 +271,7 @@ FAULTS = [
     ("llama_ssp/settings/checks.py", "transformers", NO_TORCH),
     ("llama_ssp/terminal/terminal.py", "llama_ssp.speculate.engine", "Imports run one way"),
     ("llama_ssp/settings/checks.py", "omegaconf", "hydra and omegaconf are known to"),
-    ("llama_ssp/models/huggingface/runner.py", "bitsandbytes", BACKENDS),
+    ("llama_ssp/models/runner.py", "bitsandbytes", BACKENDS),
     ("llama_ssp/kernels/linear.py", "llvmlite", BACKENDS),
     *(("llama_ssp/run/pipeline.py", f"llama_ssp.rooms.{room}.records", "nothing imports a room") for room in present()),
 ]

@@ -60,7 +60,7 @@ _AHEAD = 256
 """Slots before its use at which a key is asked for; a value is while the keys of its chunk are read."""
 _LINE = 64
 """Bytes that memory gives at a time."""
-_LOWEST = -3e38
+LOWEST = -3e38
 """Below all scores."""
 _REGISTERS = 16
 """Vectors of a tile's sums; the remaining registers hold operands."""
@@ -213,7 +213,7 @@ def _row(code: Code, form: CacheFormat, head_dim: int, rows: Value, number: Valu
     return code.at(rows, code.mul(number, _row_bytes(form, head_dim)))
 
 
-def _scale(code: Code, form: CacheFormat, head_dim: int, row: Value) -> Value:
+def row_scale(code: Code, form: CacheFormat, head_dim: int, row: Value) -> Value:
     """The factor of a row's widened numbers."""
     scale = code.read(code.at(row, head_dim), F32)
     return code.fmul(scale, E4M3_SHRINK) if form.dtype == E4M3_DTYPE else scale
@@ -323,14 +323,14 @@ def unit_of(module: ir.Module, form: CacheFormat, head_dim: int) -> Value:
     with code.loop(0, unit.count, 1) as (query,):
         state = unit.state(code, query)
         code.write(constant(F32S, 0.0), state)
-        code.write(constant(F32, _LOWEST), state, _MOST)
+        code.write(constant(F32, LOWEST), state, _MOST)
         with code.loop(0, head_dim, LANES) as (index,):
             code.write(constant(F32S, 0.0), unit.sums, code.add(code.mul(query, head_dim), index))
     start, stop = _range(code, unit.places, unit.positions, unit.count, unit.window)
     with code.loop(start, stop, CHUNK) as (chunk,):
         length = code.smaller(code.sub(stop, chunk), CHUNK)
         code.call(score, [*unit, chunk, length])
-        for query, call in _tiles(code, unit.count, soften_of):
+        for query, call in tiles(code, unit.count, soften_of):
             own = (code.at(numbers, query, I64) for numbers in (unit.places, unit.positions))
             call(unit.line(code, query), length, *own, chunk, unit.window, unit.state(code, query))
         code.call(add, [*unit, chunk, length])
@@ -353,7 +353,7 @@ def _score_chunk(module: ir.Module, form: CacheFormat, head_dim: int) -> Value:
         with code.if_else(is_text) as (of_all, of_each):
             with of_all:
                 code.call(lay, [_row(code, form, head_dim, unit.keys, place), code.sub(length, block), unit.laid])
-                for query, call in _tiles(code, unit.count, scores_of):
+                for query, call in tiles(code, unit.count, scores_of):
                     call(unit.laid, code.at(unit.queries, query, I64), unit.line(code, query, block))
             with of_each, code.loop(0, unit.count, 1) as (query,):
                 with code.loop(0, LANES, 1) as (lane,):
@@ -377,7 +377,7 @@ def _add_chunk(module: ir.Module, form: CacheFormat, head_dim: int) -> Value:
 
     first = _row(code, form, head_dim, unit.values, chunk)
     of_text = code.smaller(length, code.larger(code.sub(unit.root, chunk), 0))
-    for query, call in _tiles(code, unit.count, values_of):
+    for query, call in tiles(code, unit.count, values_of):
         call(first, of_text, unit.line(code, query), unit.state(code, query), sums(query))
     with code.if_then(code.icmp_signed(">", behind, unit.root)), code.loop(0, unit.count, 1) as (query,):
         state = unit.state(code, query)
@@ -397,7 +397,7 @@ def _fetch(code: Code, place: Value, num_bytes: int) -> None:
         code.intrinsic("llvm.prefetch.p0", ir.VoidType(), code.at(place, index), *hints)
 
 
-def _tiles(code: Code, count: Value, functions: dict[int, Value]) -> Iterator[tuple[Value, Callable[..., Value]]]:
+def tiles(code: Code, count: Value, functions: dict[int, Value]) -> Iterator[tuple[Value, Callable[..., Value]]]:
     """Loop over queries, as many at a time as there is a function for; yields the first one and the call."""
     start = 0
     for number in sorted(functions, reverse=True):
@@ -431,15 +431,15 @@ def _lay(module: ir.Module, form: CacheFormat, head_dim: int, *, by_rows: bool) 
     ]
     with code.loop(0, head_dim, LANES) as (index,):
         read = [code.widened(form.dtype, row, index) for row in rows]
-        for number, column in enumerate(_transposed(code, read)):
+        for number, column in enumerate(transposed(code, read)):
             code.write(column, room, code.mul(code.add(index, number), LANES))
     if form.largest:
         for lane, row in enumerate(rows):
-            code.write(_scale(code, form, head_dim, row), room, head_dim * LANES + lane)
+            code.write(row_scale(code, form, head_dim, row), room, head_dim * LANES + lane)
     return code.end()
 
 
-def _transposed(code: Code, rows: list[Value]) -> list[Value]:
+def transposed(code: Code, rows: list[Value]) -> list[Value]:
     """The columns of 16 vectors, by shuffles of two vectors that processors have as one instruction."""
     fours = range(0, LANES, 4)
     ones, twos = ([four + lane for four in fours for lane in lanes] for lanes in ((0, 16, 1, 17), (0, 1, 16, 17)))
@@ -496,10 +496,10 @@ def _soften(module: ir.Module, num_queries: int) -> Value:
     def lines(index: Value) -> list[Value]:
         return [code.add(index, number * CHUNK) for number in numbers]
 
-    with code.loop(0, length, LANES, [constant(F32S, _LOWEST)] * num_queries) as values:
+    with code.loop(0, length, LANES, [constant(F32S, LOWEST)] * num_queries) as values:
         for number, place in enumerate(lines(values[0])):
             score = code.read(scores, F32S, place)
-            score = seen(values[0], number, score, _LOWEST)
+            score = seen(values[0], number, score, LOWEST)
             values[1 + number] = code.maximum(values[1 + number], score)
     before = [code.read(state, F32, _MOST) for state in states]
     largest = [code.halves(vector, code.maximum) for vector in values[1:]]
@@ -536,7 +536,7 @@ def _values(module: ir.Module, form: CacheFormat, head_dim: int, num_queries: in
         row = _row(code, form, head_dim, values, carried[0])
         read = [code.widened(form.dtype, row, part * LANES) for part in parts]
         if form.largest:
-            scale = code.splat(_scale(code, form, head_dim, row))
+            scale = code.splat(row_scale(code, form, head_dim, row))
             read = [code.fmul(part, scale) for part in read]
         for query in range(num_queries):
             weight = code.splat(code.read(weights, F32, code.add(carried[0], query * CHUNK)))

@@ -9,7 +9,8 @@
     down     blocks of 16 outputs              gated, middle    y, the x of the next layer
 
 The steps run the functions of `linear` and `attention`, which the operators of a product and of attention run
-too, so the bits are the same. Each thread norms and quantizes the few rows for itself.
+too, so the bits are the same. Each thread norms and quantizes a few rows for itself; threads share more of them, in a
+step of its own before each product.
 
 Threads share a step: each takes the next units until none is left, then waits for the others. libgomp needs some
 microseconds to begin and to end a parallel region, and torch to call an operator, as much as a small product takes.
@@ -46,10 +47,13 @@ from llama_ssp.rooms.cpu.code.emit import (
 from llama_ssp.rooms.cpu.code.kinds import PARTS, PRODUCTS, TENSORS
 from llama_ssp.storage.formats import Product
 
-STEPS = ("qkv", "place", "attend", "output", "gated", "down")
+STEPS = "qkv", "place", "attend", "output", "gated", "down"
+PREPARATIONS = tuple(f"{name} rows" for name in PRODUCTS)
 _AT_ONCE = 8
 """Blocks of outputs that a thread takes at a time, as many as a product needs to hide the latency of a sum."""
 _MOST_THREADS = 2**10
+_MOST_ALONE = 16
+"""The most rows that each thread prepares for itself: to do it again takes less time than to meet."""
 
 _OPERANDS = tuple(f"{name}_{part}" for name in PRODUCTS for part in PARTS)
 """Operands of a layer, in the order in which the operator gets them."""
@@ -65,7 +69,7 @@ _CONTEXT |= dict.fromkeys((f"{name}_{size}" for name in PRODUCTS for size in _SI
 _OF_LAYER = dict.fromkeys(("cache", *_OPERANDS), POINTER)
 COUNTERS = 16
 """Words of a step: how many units are taken, and in another line of the cache, how many are done and who sleeps."""
-_OF_STEPS = len(STEPS) * COUNTERS
+_OF_STEPS = len(STEPS + PREPARATIONS) * COUNTERS
 """Words of the steps of a layer; after all layers there are as many again, of which the last meeting takes some."""
 _LINE = 8
 _SPINS = 2**16
@@ -113,7 +117,7 @@ def _entry(module: ir.Module, head_dim: int, steps: Value) -> None:
     room = code.mul(num_rows, code.add(code.mul(widest, 2), 2))
     y = operator.empty(num_rows, width)
     sizes = {"qkv": given["qkv_num_outputs"], "attended": attended_width, "middle": width, "gated": gated_width}
-    total = start = code.mul(num_threads, room)
+    total = start = code.mul(code.select(_shares_rows(code, num_rows), constant(I64, 1), num_threads), room)
     for size in sizes.values():
         total = code.add(total, code.mul(num_rows, size))
     given["rooms"] = operator.pointer(operator.empty(total))
@@ -138,7 +142,8 @@ def _entry(module: ir.Module, head_dim: int, steps: Value) -> None:
     }  # fmt: skip
     words = code.stored(_CONTEXT, given | {
         "counters": counters, "attention": code.stored(attending.CONTEXT, attention), "own": own,
-        "num_layers": num_layers, "room_bytes": code.mul(room, 4), "num_rows": num_rows,
+        "num_layers": num_layers, "num_rows": num_rows,
+        "room_bytes": code.select(_shares_rows(code, num_rows), constant(I64, 0), code.mul(room, 4)),
         "y": operator.pointer(y), "num_threads": num_threads, "least_qkv": least_qkv, "least_gated": least_gated,
         "num_units": attending.num_units(code, attention, num_rows),
     })  # fmt: skip
@@ -157,6 +162,11 @@ def _num_threads(code: Code, given: dict[str, Value], num_rows: Value) -> Value:
     return code.smaller(useful, code.smaller(code.zext(code.load(there, typ=I32), I64), _MOST_THREADS))
 
 
+def _shares_rows(code: Code, num_rows: Value) -> Value:
+    """Whether threads prepare rows together."""
+    return code.icmp_signed(">", num_rows, _MOST_ALONE)
+
+
 def _steps(module: ir.Module, product: Product, kernels: dict[str, Value]) -> Value:
     """All steps of a thread: (first thread, last thread, context), where a thread may stand for several."""
     code, (first, last, words) = Code.begin(module, "steps", [I64, I64, POINTER])
@@ -171,7 +181,8 @@ def _steps(module: ir.Module, product: Product, kernels: dict[str, Value]) -> Va
         here = given | of_layer | {"x": code.select(is_first, given["x"], given["y"])}
         start = code.mul(number, _OF_STEPS)
         counters = {
-            name: code.at(given["counters"], code.add(start, place * COUNTERS), I64) for place, name in enumerate(STEPS)
+            name: code.at(given["counters"], code.add(start, place * COUNTERS), I64)
+            for place, name in enumerate(STEPS + PREPARATIONS)
         }
         attention = code.stored(attending.CONTEXT, of_attention | {"parts": of_layer["cache"]})
         _layer(code, product, kernels, here | {"attention": attention, "room": room}, counters)
@@ -188,13 +199,17 @@ def _layer(
     """The steps of one layer."""
 
     def multiply(name: str, x: str, y: str, residual: Value = NO_POINTER) -> None:
-        """One product, of rows that this thread prepares for itself."""
+        """One product, of rows that this thread prepares for itself, or all threads together."""
         gates, no_square = (constant(I64, number) for number in (int(name == "gated"), 0))
         needs = {part: given[f"{name}_{part}"] for part in (*PARTS, *_SIZES)}
         needs |= {"x": given[x], "y": given[y], "residual": residual, "gates": gates, "room": given["room"],
                   "num_rows": given["num_rows"], "least_square": given.get(f"least_{name}", no_square)}  # fmt: skip
-        needs |= linear.prepared(code, product, needs, 0, given["num_rows"])
-        shared = code.stored(linear.CONTEXT, needs)
+        with code.if_else(_shares_rows(code, given["num_rows"])) as (together, alone):
+            with together, units(code, counters[f"{name} rows"], given["num_rows"], constant(I64, 1)) as (begin, end):
+                linear.prepared(code, product, needs, begin, end)
+            with alone:
+                linear.prepared(code, product, needs, 0, given["num_rows"])
+        shared = code.stored(linear.CONTEXT, needs | linear.prepared(code, product, needs, 0, 0))
         of_unit = code.add(gates, 1)
         count = code.sdiv(needs["num_outputs"], code.mul(of_unit, LANES))
         fair = code.sdiv(code.add(count, code.sub(given["num_threads"], 1)), given["num_threads"])

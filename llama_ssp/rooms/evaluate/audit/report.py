@@ -41,7 +41,7 @@ def write_report(
             kind = "failure" if one.outcome == FAILED else "skipped"
             Xml.SubElement(case, kind, message=visible(one.said))
         else:
-            Xml.SubElement(case, "system-out").text = visible(one.said)
+            Xml.SubElement(case, "system-out").text = visible(one.said)  # given to an element nowhere else
     session.folder.write_kept("audit.xml", Xml.tostring(suite, encoding="unicode") + "\n")
 
 

@@ -54,7 +54,7 @@ KINDS = {torch.int8: 1, torch.float8_e4m3fn: 2}
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _unpacked(rows, starts, dims, is_slot, dtype: tl.constexpr, HEAD_DIM: tl.constexpr, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
+def unpacked(rows, starts, dims, is_slot, dtype: tl.constexpr, HEAD_DIM: tl.constexpr, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
     """The keys or values that begin at some places."""
     numbers = tl.load(
         rows + starts[:, None] + dims[None, :], mask=is_slot[:, None] & (dims < HEAD_DIM)[None, :], other=0
@@ -89,8 +89,8 @@ def over_slots(  # type: ignore[no-untyped-def]
     for at in range(start, stop, SLOTS):
         slots = at + tl.arange(0, SLOTS)
         here = (first_slot + slots) * slot_stride + head.to(tl.int64) * head_stride
-        key = _unpacked(keys, here, dims, slots < length, query.dtype, HEAD_DIM, KIND)
-        value = _unpacked(values, here, dims, slots < length, query.dtype, HEAD_DIM, KIND)
+        key = unpacked(keys, here, dims, slots < length, query.dtype, HEAD_DIM, KIND)
+        value = unpacked(values, here, dims, slots < length, query.dtype, HEAD_DIM, KIND)
         scores = tl.dot(query, tl.trans(key)) * scale
         is_seen = slots[None, :] <= positions[:, None]
         if HAS_WINDOW:

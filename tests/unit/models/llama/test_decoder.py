@@ -11,7 +11,6 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from llama_ssp.kernels.linear import Kernel, PackedLinear, PlainLinear, can_pack
-from llama_ssp.models.huggingface.runner import ModuleRunner
 from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.models.loading import is_llama_kind, load_model
 from llama_ssp.models.runner import Runner
@@ -20,7 +19,15 @@ from llama_ssp.ranks.comms import Comm
 from llama_ssp.weights.checkpoint import inspect
 from tests.helpers.fake_comm import ThreadComm, on_ranks, thread_comms
 from tests.helpers.lanes import pairs
-from tests.helpers.models import VOCAB_SIZE, build_checkpoint, library_logits, load_lean, tiny_config, tiny_model
+from tests.helpers.models import (
+    VOCAB_SIZE,
+    build_checkpoint,
+    library_logits,
+    load_lean,
+    module_runner,
+    tiny_config,
+    tiny_model,
+)
 
 ROPE = {"rope_theta": 1e4, "original_max_position_embeddings": 32}
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -59,10 +66,10 @@ def modules(kind: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     return model
 
 
-def pair(kind: str, *, batch_size: int, dtype: torch.dtype = torch.float32) -> tuple[LeanRunner, ModuleRunner]:
+def pair(kind: str, *, batch_size: int, dtype: torch.dtype = torch.float32) -> tuple[LeanRunner, Any]:
     """The lean decoder and the library's modules over the same weights."""
     model = modules(kind, dtype)
-    runners = load_lean(model), ModuleRunner(model, comm=Comm.single())
+    runners = load_lean(model), module_runner(model)
     for runner in runners:
         runner.allocate(batch_size=batch_size, capacity=40)
     return runners
@@ -142,7 +149,7 @@ def test_every_rank_gets_the_whole_model_s_logits(tmp_path: Path, kind: str, num
     if kernel is PackedLinear and not can_pack(torch.float32):
         pytest.skip("this build of torch has no packed product")
     family, changes = KINDS[kind]
-    library = ModuleRunner(build_checkpoint(tmp_path, family, **changes), comm=Comm.single())
+    library = module_runner(build_checkpoint(tmp_path, family, **changes))
     library.allocate(batch_size=3, capacity=40)
     comms = thread_comms(num_ranks)
     runners = [load_lean(tmp_path, comm=comm, kernel=kernel) for comm in comms]
@@ -246,4 +253,4 @@ def test_only_models_that_it_computes_get_the_lean_decoder(
     assert is_llama_kind(tiny_config(family, **changes)) is is_lean
     build_checkpoint(tmp_path, family, **changes)
     runner = load_model(Loading(inspect(tmp_path)))
-    assert type(runner) is (LeanRunner if is_lean else ModuleRunner)
+    assert (type(runner) is LeanRunner) is is_lean

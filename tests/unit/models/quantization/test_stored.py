@@ -15,9 +15,6 @@ from transformers import PreTrainedModel
 from llama_ssp.architectures.family import record_of
 from llama_ssp.catalogue import ModelConfig
 from llama_ssp.errors import CheckpointError, ConfigError, PlacementError
-from llama_ssp.models.huggingface.experts import OwnExperts
-from llama_ssp.models.huggingface.modules import load_modules
-from llama_ssp.models.huggingface.runner import ModuleRunner
 from llama_ssp.models.loading import check_model, load_model
 from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.models.runner import Runner
@@ -32,8 +29,9 @@ from tests.helpers.fake_comm import on_ranks, thread_comms
 from tests.helpers.format_rooms import of_all_formats
 from tests.helpers.held import held_bytes
 from tests.helpers.lanes import first, heavy, pairs, sample, slow
-from tests.helpers.models import VOCAB_SIZE, build_checkpoint
+from tests.helpers.models import VOCAB_SIZE, build_checkpoint, load_modules, module_runner
 from tests.helpers.packed_checkpoints import LAYOUTS, MXFP4, pack_checkpoint
+from tests.helpers.rooms import module_of
 from tests.unit.weights.test_packed import edited
 
 pytestmark = of_all_formats
@@ -66,7 +64,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
 def greedy(runner: Any, comm: Comm | None = None) -> tuple[list[int], Tensor]:  # noqa: ANN401 - modules too
     """The ids that follow a prompt, and the logits of all positions."""
     if isinstance(runner, PreTrainedModel):
-        runner = ModuleRunner(runner, comm=comm or Comm.single())
+        runner = module_runner(runner, comm=comm)
     ids = torch.randint(0, VOCAB_SIZE, (12,), generator=torch.Generator().manual_seed(3)).tolist()
     runner.allocate(batch_size=1, capacity=64)
     logits = [runner.forward(torch.tensor([ids]), torch.arange(len(ids))[None], bucket=64)[0]]
@@ -167,7 +165,8 @@ def test_a_plan_counts_the_experts_in_mxfp4_that_ranks_hold(made: Made, num_rank
     held = shares(replace(model.shape, spreads_experts=spreads), num_ranks=num_ranks, quantization=model.quantization)
     for rank, whole in enumerate(held):
         runner: Any = load(packed, Comm(rank=rank, size=num_ranks), spreads=spreads)
-        experts = [vars(module) for module in runner.modules() if type(module) is OwnExperts]
+        own_experts = module_of("modules.experts").OwnExperts
+        experts = [vars(module) for module in runner.modules() if type(module) is own_experts]
         biases = 2 * 4 * sum(matrix.num_rows for matrix in whole.experts)  # no plan counts them; experts share memory
         without = replace(whole, layer=tuple(each for each in whole.layer if not each.num_chosen))
         counted = [model_bytes(each, model, device="cpu").total_bytes for each in (whole, without)]

@@ -1,1 +1,0 @@
-"""The library's own modules, and the backends that place them."""
