@@ -89,10 +89,13 @@ def _tried_product(dtype: torch.dtype, device: torch.device) -> Callable[..., Te
 
         weight_OI = torch.linspace(-1, 1, 33 * 2192).view(33, 2192).sin().to(device, dtype)
         x_MI = torch.linspace(0, 9, 40 * 2192).view(40, 2192).cos().to(device, dtype)
-        whole_MO = product_of_few_rows(x_MI, weight_OI)
-        check("product of a few rows", whole_MO, x_MI @ weight_OI.t())
+        y_MO = product_of_few_rows(x_MI, weight_OI)
+        check("product of a few rows", y_MO, x_MI @ weight_OI.t())
+        # What is left of a sum without its upper digits, which 16 bits hold.
+        rest_MO = product_of_few_rows(x_MI, weight_OI, residual_MO=-y_MO)
         for num_rows in (1, 8, 9, 16, 17):
-            if not torch.equal(product_of_few_rows(x_MI[:num_rows], weight_OI), whole_MO[:num_rows]):
+            some_MO = product_of_few_rows(x_MI[:num_rows], weight_OI, residual_MO=-y_MO[:num_rows])
+            if not torch.equal(some_MO, rest_MO[:num_rows]):
                 raise RuntimeError(f"{num_rows} rows of a product have other bits than among 40")
         return product_of_few_rows
 

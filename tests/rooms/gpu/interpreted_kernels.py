@@ -165,14 +165,17 @@ BOTH = [(1, 9), (2, 2), (7, 5), (16, 8)]
 
 def own_bits_of_queries(
     heads: Heads, kept: KeptRows, *, attend: VarlenAttention = attention_gpu.attend, window: int | None = None,
-    both: Sequence[tuple[int, int]] = BOTH,
+    both: Sequence[tuple[int, int]] = BOTH, dtype: torch.dtype = DTYPE,
 ) -> None:  # fmt: skip
-    """A query has the bits that it has alone, among up to 16 rows and 9 positions; ours where parts are of one step."""
+    """A query has the bits that it has alone, among up to 16 rows and 9 positions; ours where parts are of one step.
+
+    Results in fp32 show every bit of a sum.
+    """
     most_rows, most_queries, num_slots = 16, 9, 50
     lengths = [most_queries + 7 * row % 39 for row in range(most_rows)]  # with the last query
     packed = kept.pack(some(2, heads.num_kv, most_rows * num_slots, heads.dim))
-    keys, values = packed.transpose(1, 2).unbind()
-    queries = some(most_rows, most_queries, heads.num, heads.dim)
+    keys, values = (packed if kept.largest else packed.to(dtype)).transpose(1, 2).unbind()
+    queries = some(most_rows, most_queries, heads.num, heads.dim).to(dtype)
     numbers = partial(torch.tensor, dtype=torch.int32)
 
     def attended(rows: Sequence[int], first: int, number: int) -> Tensor:
@@ -268,15 +271,20 @@ def own_bits() -> None:
 
 
 def bits_of_all_rows() -> None:
-    """A row of a product has the bits that it has alone, among 40, in every format; 16 bits from one row on."""
+    """A row of a product has the bits that it has alone, among 40, in every format; 16 bits from one row on.
+
+    A residual takes the upper digits of a sum away, so that rounding to 16 bits hides none of it.
+    """
     sizes = {"int8": 2100, "fp8": 2176, "int4, 128": 2176, "int4, 32": 1056, "mxfp4": 1056, "nvfp4": 2080}
     operands: dict[str, Sequence[Tensor]] = {form: OPERANDS[form](18, size)[0] for form, size in sizes.items()}
     operands["halves"], sizes["halves"] = [some(33, 2192)], 2192
     for (form, weights), num_processors in product(operands.items(), (1, 132)):  # the latter splits the inputs
-        x = some(40, sizes[form])
-        whole = product_on(num_processors, x, *weights)
+        x = some(40, sizes[form]) / 64
+        residual = -product_on(num_processors, x, *weights)
+        whole = product_on(num_processors, x, *weights, residual_MO=residual)
         for number in range(1, 17) if form == "halves" else (1, 16, 33):
-            assert torch.equal(product_on(num_processors, x[:number], *weights), whole[:number]), (form, number)
+            found = product_on(num_processors, x[:number], *weights, residual_MO=residual[:number])
+            assert torch.equal(found, whole[:number]), (form, number)
 
 
 ALL = [*((rows, 1 + 5 * rows % 9) for rows in range(1, 17)), *((16, number) for number in range(1, 10))]
@@ -292,9 +300,10 @@ def bits_of_equal_parts() -> None:
     with patch.object(equal_parts_gpu, "_JOINED", 2), patch.object(equal_parts_gpu, "EQUAL_PARTS_BYTES", 2**16):
         for number, (heads, kept, window) in enumerate(EQUAL_CASES):
             both = BOTH if number else ALL
-            own_bits_of_queries(heads, kept, attend=equal_parts_gpu.attend, window=window, both=both)
+            how: Any = {"attend": equal_parts_gpu.attend, "window": window, "both": both, "dtype": torch.float32}
+            own_bits_of_queries(heads, kept, **how)
     for heads, kept, window in EQUAL_CASES[:3]:
-        how: Any = {"lengths": (70, 8, 33), "queries": (8, 2, 5), "window": window, "kept": kept}
+        how = {"lengths": (70, 8, 33), "queries": (8, 2, 5), "window": window, "kept": kept}
         attend = partial(equal_parts_gpu.attend, kept=kept)
         wanted = by_lengths(varlen.unpacking(varlen_attention, kept), heads, **how)
         assert_near(by_lengths(attend, heads, **how), wanted, tolerance=2e-3)
@@ -303,8 +312,8 @@ def bits_of_equal_parts() -> None:
 def bits_of_prompts() -> None:
     """The tokens of a prompt, in groups of positions, have the bits that they have alone."""
     heads, length = Heads(6, 2, 16, 0.25), 75
-    keys, values = some(2, length, heads.num_kv, heads.dim)
-    queries, numbers = some(length, heads.num, heads.dim), partial(torch.tensor, dtype=torch.int32)
+    keys, values = some(2, length, heads.num_kv, heads.dim).float()
+    queries, numbers = some(length, heads.num, heads.dim).float(), partial(torch.tensor, dtype=torch.int32)
 
     def attended(first: int, number: int, window: int | None) -> Tensor:
         sequences = Sequences(numbers([0, number]), numbers([0, 0]), numbers([first + number]), number, length + 90)
@@ -326,7 +335,7 @@ def planted_splits_are_found() -> None:
             return equal_parts_gpu.attend(*operands, **how)
 
     with pytest.raises(AssertionError, match=r"\(7, 5\)"):
-        own_bits_of_queries(*EQUAL_CASES[0][:2], attend=by_positions, both=[(2, 2), (7, 5)])
+        own_bits_of_queries(*EQUAL_CASES[0][:2], attend=by_positions, both=[(2, 2), (7, 5)], dtype=torch.float32)
     tiles = linear_gpu.tiles_of
 
     def by_rows(*, num_rows: int, num_processors: int, **sizes: int) -> linear_gpu.Tiles:
