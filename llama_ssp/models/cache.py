@@ -422,9 +422,9 @@ class Taps(Workspace):
             positions_T = torch.arange(start, min(start + PREFILL_CHUNK, longest), device=lengths_R.device)
             yield positions_T.expand(len(lengths_R), -1)
 
-    def num_read(self, num_new: int) -> int:
-        """How many of the newest `num_new` tokens a head reads the taps of."""
-        return num_new
+    def read_of_newest(self, positions_BT: Tensor) -> Tensor:
+        """Those of some newest positions, the last ones of each row, whose taps a head reads."""
+        return positions_BT
 
     def share(self, positions_BT: Tensor, rows_B: Tensor | None = None, *, comm: Comm, src: int) -> None:
         """Give all ranks of `comm` the taps that rank `src` has at positions of rows."""

@@ -70,9 +70,13 @@ class WindowTaps(Taps):
         last_R1 = lengths_R[:, None] - 1
         yield from positions_RT.clamp_min(0).minimum(last_R1).split(PREFILL_CHUNK, dim=1)
 
-    def num_read(self, num_new: int) -> int:
-        """See `Taps.num_read`: no more than a head that begins anew."""
-        return min(num_new, self._window + self._num_drafted + 2)
+    def read_of_newest(self, positions_BT: Tensor) -> Tensor:
+        """See `Taps.read_of_newest`: no more than a head that begins anew reads, with the first ones of the text."""
+        most = self._window + self._num_drafted + 2
+        if positions_BT.shape[1] <= most:
+            return positions_BT
+        first_S = torch.arange(self._sinks, device=positions_BT.device)
+        return torch.cat([first_S.minimum(positions_BT[:, -1:]), positions_BT[:, -most:]], dim=1)
 
 
 class _OfPrompts(Taps):

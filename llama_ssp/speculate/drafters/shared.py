@@ -72,10 +72,11 @@ class TapsSender:
 
     def send_newest(self, rows: Rows, *, num_unread: int, comm: Comm) -> None:
         """Send the taps of the newest tokens of each row but the last, which the target has not read."""
-        number = self._taps.num_read(self._most_accepted + num_unread - 1)
+        number, lengths_B1 = self._most_accepted + num_unread - 1, rows.lengths_B[:, None]
         if number not in self._offsets:
-            self._offsets[number] = torch.arange(number, device=rows.lengths_B.device)
-        positions_BT = (rows.lengths_B[:, None] - 1 - number + self._offsets[number]).clamp_min(0)
+            self._offsets[number] = torch.arange(number, device=lengths_B1.device)
+        positions_BT = (lengths_B1 - 1 - number + self._offsets[number]).clamp_min(0)
+        positions_BT = self._taps.read_of_newest(positions_BT)
         self._taps.share(positions_BT, rows.places, comm=comm, src=self._src)
 
 

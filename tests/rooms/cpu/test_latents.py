@@ -21,7 +21,8 @@ from llama_ssp.storage.formats import CACHES
 from tests.helpers.lanes import pairs
 
 FORMATS = {name: rows_of(name, torch.float32) for name in CACHES.all()}
-FAR = 700
+FAR, CROSSING = 700, 126
+"""Of tokens behind 126 the first two see one chunk of slots, the others two."""
 
 
 def made(widths: tuple[int, int], kept: KeptRows = SINGLES) -> LatentAttention:
@@ -74,7 +75,7 @@ def case(
 
 @pytest.mark.seconds
 @pairs(
-    name=[*FORMATS], widths=[(32, 16), (64, 16), (256, 32)], heads=[1, 5, 32], starts=[[0], [120], [300, 4, FAR]],
+    name=[*FORMATS], widths=[(32, 16), (64, 16), (256, 32)], heads=[1, 5, 32], starts=[[0], [CROSSING], [300, 4, FAR]],
     number=[1, 5, 40], way=["text", "window", "tree", "scores far apart"],
 )  # fmt: skip
 def test_it_is_attention_to_latents(  # noqa: PLR0917 - a product

@@ -326,7 +326,7 @@ def test_attention_by_position_gives_each_position_what_it_gets_alone_to_the_las
 
 
 @pytest.mark.seconds
-@pytest.mark.parametrize("kind", ["gpt_neo", "gpt2", "gpt_bigcode", "opt", "biogpt"])
+@pytest.mark.parametrize("kind", ["gpt_neo", "gpt2", "gpt_bigcode", "opt"])
 def test_a_round_may_look_behind_the_last_position_that_a_model_has_learned(tmp_path: Path, kind: str) -> None:
     """Prompt and new tokens fill the context; the last rounds draft and verify behind it."""
     target, draft = tmp_path / "target", tmp_path / "draft"
