@@ -118,8 +118,8 @@ def main() -> None:
     for name, number in rows.items():
         print(f"{name:<34}{number:>7,}")
     for name, expression in WOVEN.items():
-        named_in = [found for file in core if (found := len(re.findall(f".*({expression}).*", file.read_text())))]
-        print(f"{name:<34}{sum(named_in):>7,} lines in {len(named_in)} files")
+        counts = [sum(bool(re.search(expression, line)) for line in file.read_text().splitlines()) for file in core]
+        print(f"{name:<34}{sum(counts):>7,} lines in {sum(map(bool, counts))} files")
     print(*named, *outside, sep="\n")
 
 

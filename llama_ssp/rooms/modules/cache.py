@@ -14,19 +14,22 @@ from llama_ssp.models.states import StateView
 
 
 class LibraryCache(Cache):
-    """The cache interface of transformers over a `StaticCache`, whose slots some `layers` have.
+    """The cache interface of transformers over a `StaticCache`.
+
+    Args:
+        layers: those that have slots.
+        of_latents: those whose attention takes both parts of a latent as they are kept.
 
     Attributes:
-        of_latents: the layers whose attention takes both parts of a latent as they are kept.
         view, states: of the current forward; `states` is None without recurrent layers.
     """
 
     view: CacheView
     states: StateView | None = None
 
-    def __init__(self, layers: Sequence[int]) -> None:
+    def __init__(self, layers: Sequence[int], *, of_latents: Collection[int] = ()) -> None:
         super().__init__(layers=[])
-        self.of_latents: Collection[int] = ()
+        self._of_latents = of_latents
         self._places = {layer: place for place, layer in enumerate(layers)}
 
     def __len__(self) -> int:
@@ -47,7 +50,7 @@ class LibraryCache(Cache):
         place = self._places[layer_idx]
         if key_states.shape[-1] != value_states.shape[-1]:
             keys_MND, values_MND = (part.transpose(1, 2).flatten(0, 1) for part in (key_states, value_states))
-            return self.view.update_joint(keys_MND, values_MND, place, unpacks=layer_idx not in self.of_latents)
+            return self.view.update_joint(keys_MND, values_MND, place, unpacks=layer_idx not in self._of_latents)
         written_M2ND = torch.cat([key_states, value_states], dim=1).transpose(1, 2).flatten(0, 1)
         return self.view.update(written_M2ND, place)
 

@@ -69,8 +69,7 @@ class ModuleRunner(CachedRunner):
         self._entry = layers[stage.layers.start - 1] if stage.layers.start else None
         self._exit = layers[stage.layers.stop] if 0 < stage.layers.stop < len(layers) else None
         self._windows = record_of(model.config.model_type).windows_of(model.config)  # a forward makes masks of all
-        self._library_cache = LibraryCache(self._slot_layers)
-        self._library_cache.of_latents = attend_kept(model, self._kept)
+        self._library_cache = LibraryCache(self._slot_layers, of_latents=attend_kept(model, self._kept))
         if record_of(model.config.model_type).recurrent:
             self.layer_states = [*map(state_of, mixers_of(model))]
         kinds: Any = getattr(model.config, "layer_types", None) or ()
