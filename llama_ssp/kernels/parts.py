@@ -118,8 +118,10 @@ class KeptRows(NamedTuple):
         """The numbers (..., D) of rows (..., W), in `dtype`."""
         if self.largest is None:
             return rows.to(dtype)
-        codes, scales = rows[..., :-WORD_BYTES].view(self.dtype), rows[..., -WORD_BYTES:].view(torch.float32)
-        return codes.float().mul_(scales).to(dtype)
+        codes, scales = rows[..., :-WORD_BYTES].view(self.dtype), rows[..., -WORD_BYTES:]
+        if any(place % WORD_BYTES for place in (scales.storage_offset(), *scales.stride()[:-1])):
+            scales = scales.contiguous()  # of widths between which words do not lie at multiples of their size
+        return codes.float().mul_(scales.view(torch.float32)).to(dtype)
 
 
 SINGLES = KeptRows(torch.float32)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from benchmarks.decoding import decode_once, load_pair, make_decoder, prompt, run_config
 from llama_ssp import catalogue
+from llama_ssp.kernels.parts import rows_of
 from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.planning.memory import kv_bytes_per_token
@@ -44,6 +45,17 @@ def logits(runner: LeanRunner) -> Tensor:
     ids, positions = random_ids(3, TOKENS), torch.arange(TOKENS).repeat(3, 1)
     runner.forward(ids[:, :-BEHIND], positions[:, :-BEHIND], bucket=32)
     return runner.forward(ids[:, -BEHIND:], positions[:, -BEHIND:], bucket=32)
+
+
+@pytest.mark.parametrize("width", [8, 7])
+@pytest.mark.parametrize("name", ["int8", "fp8"])
+def test_rows_of_any_width_are_read_also_beside_others(name: str, width: int) -> None:
+    kept = rows_of(name, torch.float32)
+    first, second = (torch.randn(3, 2, size, generator=torch.Generator().manual_seed(1)) for size in (width, 5))
+    side_by_side = torch.cat([kept.pack(first), kept.pack(second)], -1)
+    for x, rows in (first, side_by_side[..., : kept.width(width)]), (second, side_by_side[..., kept.width(width) :]):
+        assert torch.equal(kept.unpack(rows, torch.float32), kept.unpack(kept.pack(x).clone(), torch.float32))
+        assert float((kept.unpack(rows, torch.float32) - x).abs().max()) < 0.07 * float(x.abs().max())
 
 
 @pytest.mark.seconds
