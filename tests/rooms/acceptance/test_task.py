@@ -205,7 +205,7 @@ def test_a_run_that_chooses_takes_the_time_that_is_simulated(tmp_path: Path) -> 
     assert worse > 1.05 * simulated
 
 
-@pytest.mark.seconds
+@pytest.mark.heavy
 def test_finished_texts_of_any_run_are_read(tmp_path: Path) -> None:
     """Their figures are those of the run that sampled them."""
     ended, own = read(tmp_path)
@@ -315,7 +315,7 @@ def test_one_pass_of_the_target_serves_two_heads(tmp_path: Path, monkeypatch: py
         assert both.arrays[f"{name}/{number}"] == pytest.approx(alone.arrays[f"tiny-eagle/{number}"], abs=1e-4)
 
 
-@pytest.mark.seconds
+@pytest.mark.heavy
 def test_an_interrupted_reading_is_resumed_to_the_same_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ended, _ = read(tmp_path, name="whole")
     write = task._write

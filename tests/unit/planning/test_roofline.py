@@ -118,7 +118,7 @@ def test_operators_are_kernels_in_a_graph_and_launches_without_one_and_the_libra
 
 @pytest.mark.parametrize(
     ("batch_size", "num_ranks", "dtype", "operators"),
-    [(3, 1, Dtype.fp32, 1), (4, 1, Dtype.fp32, 7), (3, 2, Dtype.fp32, 7), (3, 1, Dtype.bf16, 17)],
+    [(28, 1, Dtype.fp32, 1), (29, 1, Dtype.fp32, 7), (3, 2, Dtype.fp32, 7), (3, 1, Dtype.bf16, 17)],
 )
 def test_a_layer_of_few_tokens_is_one_operator_on_one_rank_of_a_cpu(
     batch_size: int, num_ranks: int, dtype: Dtype, operators: int
