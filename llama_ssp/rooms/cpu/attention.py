@@ -76,14 +76,20 @@ def by_torch(  # noqa: PLR0913, PLR0917 - the arguments of an operator
     return torch.cat(found)
 
 
+SIGNATURE = (
+    "Tensor qkv, Tensor turns, Tensor positions, Tensor slots, Tensor(a!) cache, Tensor own_slots, Tensor sees, "
+    "int num_heads, float scale, int window) -> Tensor"
+)
+"""What the operator takes and returns, after its name and a parenthesis."""
+
+
 @cache
 def find_attention(head_dim: int, rows: KeptRows = SINGLES) -> Attention | None:
     """The operator for these heads and rows of the cache, compiled at the first call; None if it cannot be had."""
     if head_dim % LANES or head_dim > WIDEST_HEAD or rows.kind not in KINDS:
         return None
     return find_operator(
-        f"attention_{rows.kind}_{head_dim}(Tensor qkv, Tensor turns, Tensor positions, Tensor slots, Tensor(a!) cache, "
-        "Tensor own_slots, Tensor sees, int num_heads, float scale, int window) -> Tensor",
+        f"attention_{rows.kind}_{head_dim}({SIGNATURE}",
         "attention", rows.kind, head_dim, entry="attend", shared=("place", "units"), needs=ATTENTION_NEEDS,
         check=partial(_check, rows, head_dim), instead="without compiled attention",
     )  # fmt: skip

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from llama_ssp.kernels.parts import SINGLES, KeptRows, rows_of
-from llama_ssp.rooms.cpu.attention import ALL, Attention, by_torch, find_attention
+from llama_ssp.rooms.cpu.attention import ALL, SIGNATURE, Attention, by_torch, find_attention
 from llama_ssp.rooms.cpu.code.instructions import has_features
 from llama_ssp.rooms.cpu.code.kinds import ATTENTION_NEEDS
+from llama_ssp.rooms.cpu.operators import find_operator
 from llama_ssp.speculate.sampling.draft import find_topology
 from llama_ssp.storage.formats import CACHES
 from tests.helpers.lanes import pairs
@@ -71,6 +72,24 @@ def case(
     cache = torch.randn(2 * num_kv, len(starts) * num_slots, head_dim, generator=generator)
     given = Case(qkv, torch.polar(torch.ones_like(angles), angles), positions, num_heads, head_dim**-0.5, window, rows)
     return given, rows.pack(cache), torch.arange(len(starts)) * num_slots
+
+
+@pytest.mark.parametrize(("name", "head_dim"), [("auto", 48), ("int8", 80), ("fp16", 16)])
+def test_the_bits_do_not_depend_on_how_many_registers_a_cpu_has(
+    name: str, head_dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Queries and dimensions are cut by the number of registers; any CPU can run both cuts."""
+    rows = FORMATS[name]
+    made(head_dim, rows)
+    monkeypatch.setattr("llama_ssp.rooms.cpu.code.attention.has_features", lambda names: not has_features(names))
+    cut_otherwise = find_operator(
+        f"attention_cut_otherwise_{rows.kind}_{head_dim}({SIGNATURE}", "attention", rows.kind, head_dim, entry="attend",
+        check=lambda _: None, instead="",
+    )  # fmt: skip
+    for num_tokens in (1, 2, 5, 9):
+        given, cache, first_slots = case([300, 4], num_tokens, heads=(14, 2), head_dim=head_dim, rows=rows)
+        wanted = given.call(cache.clone(), first_slots)
+        assert torch.equal(given.call(cache, first_slots, cut_otherwise), wanted)
 
 
 @pytest.mark.seconds

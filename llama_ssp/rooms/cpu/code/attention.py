@@ -45,6 +45,7 @@ from llama_ssp.rooms.cpu.code.emit import (
     Value,
     constant,
 )
+from llama_ssp.rooms.cpu.code.instructions import has_features
 from llama_ssp.rooms.cpu.code.kinds import E4M3_DTYPE, E4M3_SHRINK
 from llama_ssp.storage.formats import CACHES, CacheFormat
 
@@ -62,8 +63,12 @@ _LINE = 64
 """Bytes that memory gives at a time."""
 LOWEST = -3e38
 """Below all scores."""
+_SCORED, _SOFTENED, _SUMMED = (1, 2, 4, 8), (1, 2, 4), (1, 2, 4, 8)
+"""Queries of a tile whose scores are computed, are turned into exponentials, and weigh values."""
 _REGISTERS = 16
 """Vectors of a tile's sums; the remaining registers hold operands."""
+_FEW_SCORED, _FEW_SUMMED, _FEW_REGISTERS = (1, 2, 3), (1, 2), 4
+"""The same where a vector takes two registers of 16: AVX2. Sums of more would go through memory at every step."""
 _MOST, _FACTOR, _STATE = LANES, LANES + 1, 2 * LANES
 """State of a query between chunks: sums of exponentials, the largest score, the last change of scale."""
 
@@ -313,7 +318,7 @@ def unit_of(module: ir.Module, form: CacheFormat, head_dim: int) -> Value:
     """Attend from some queries of a row to a head; the arguments are the first ones of `_Unit`."""
     sizes = (head_dim + 1) * LANES, QUERIES * CHUNK, QUERIES * head_dim, QUERIES * _STATE
     score, add = _score_chunk(module, form, head_dim), _add_chunk(module, form, head_dim)
-    soften_of = {number: _soften(module, number) for number in (1, 2, 4)}
+    soften_of = {number: _soften(module, number) for number in _SOFTENED}
     finish = _finish(module, head_dim)
     code, given = Code.begin(module, "unit", _KINDS[: -len(sizes)])
     rooms = [code.slot(F32, size) for size in sizes]
@@ -338,10 +343,15 @@ def unit_of(module: ir.Module, form: CacheFormat, head_dim: int) -> Value:
     return code.end()
 
 
+def _is_wide() -> bool:
+    """Whether a vector is one register."""
+    return has_features(("avx512f",))
+
+
 def _score_chunk(module: ir.Module, form: CacheFormat, head_dim: int) -> Value:
     """The scores of all queries with the keys of a chunk: (unit, first slot, number)."""
     lay, lay_path = (_lay(module, form, head_dim, by_rows=by_rows) for by_rows in (False, True))
-    scores_of = {number: _scores(module, form, head_dim, number) for number in (1, 2, 4, 8)}
+    scores_of = {number: _scores(module, form, head_dim, number) for number in (_SCORED if _is_wide() else _FEW_SCORED)}
     code, (*given, chunk, length) = Code.begin(module, "score_chunk", [*_KINDS, I64, I64])
     unit, rows, behind = _Unit(*given), code.slot(POINTER, LANES), code.add(chunk, length)
     with code.loop(0, length, LANES) as (block,):
@@ -368,7 +378,8 @@ def _score_chunk(module: ir.Module, form: CacheFormat, head_dim: int) -> Value:
 def _add_chunk(module: ir.Module, form: CacheFormat, head_dim: int) -> Value:
     """Add the weighted values of a chunk to the sums of all queries: (unit, first slot, number)."""
     widest = max(_REGISTERS * LANES // head_dim, 1)
-    values_of = {number: _values(module, form, head_dim, number) for number in (1, 2, 4, 8) if number <= widest}
+    numbers = [number for number in _SUMMED if number <= widest] if _is_wide() else _FEW_SUMMED
+    values_of = {number: _values(module, form, head_dim, number) for number in numbers}
     code, (*given, chunk, length) = Code.begin(module, "add_chunk", [*_KINDS, I64, I64])
     unit, behind = _Unit(*given), code.add(chunk, length)
 
@@ -526,25 +537,27 @@ def _values(module: ir.Module, form: CacheFormat, head_dim: int, num_queries: in
     code, (values, length, weights, states, sums) = Code.begin(
         module, f"values_{num_queries}", [POINTER, I64, POINTER, POINTER, POINTER]
     )
-    parts = range(head_dim // LANES)
-    places = [(query, part) for query in range(num_queries) for part in parts]
     factors = [code.splat(code.read(states, F32, query * _STATE + _FACTOR)) for query in range(num_queries)]
-    begun = [
-        code.fmul(code.read(sums, F32S, query * head_dim + part * LANES), factors[query]) for query, part in places
-    ]
-    with code.loop(0, length, 1, begun) as carried:
-        row = _row(code, form, head_dim, values, carried[0])
-        read = [code.widened(form.dtype, row, part * LANES) for part in parts]
-        if form.largest:
-            scale = code.splat(row_scale(code, form, head_dim, row))
-            read = [code.fmul(part, scale) for part in read]
-        for query in range(num_queries):
-            weight = code.splat(code.read(weights, F32, code.add(carried[0], query * CHUNK)))
-            for part in parts:
-                at = 1 + query * len(parts) + part
-                carried[at] = code.fused(weight, read[part], carried[at])
-    for (query, part), value in zip(places, carried[1:], strict=True):
-        code.write(value, sums, query * head_dim + part * LANES)
+    num_parts, at_once = head_dim // LANES, head_dim // LANES if _is_wide() else _FEW_REGISTERS // num_queries
+    for first in range(0, num_parts, at_once):
+        parts = range(first, min(first + at_once, num_parts))
+        places = [(query, part) for query in range(num_queries) for part in parts]
+        begun = [
+            code.fmul(code.read(sums, F32S, query * head_dim + part * LANES), factors[query]) for query, part in places
+        ]
+        with code.loop(0, length, 1, begun) as carried:
+            row = _row(code, form, head_dim, values, carried[0])
+            read = [code.widened(form.dtype, row, part * LANES) for part in parts]
+            if form.largest:
+                scale = code.splat(row_scale(code, form, head_dim, row))
+                read = [code.fmul(part, scale) for part in read]
+            for query in range(num_queries):
+                weight = code.splat(code.read(weights, F32, code.add(carried[0], query * CHUNK)))
+                for place, part in enumerate(read):
+                    at = 1 + query * len(parts) + place
+                    carried[at] = code.fused(weight, part, carried[at])
+        for (query, part), value in zip(places, carried[1:], strict=True):
+            code.write(value, sums, query * head_dim + part * LANES)
     return code.end()
 
 
