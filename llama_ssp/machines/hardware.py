@@ -23,6 +23,8 @@ COPY_SHARE = 0.83
 """Default share of the data sheet's bandwidth that a plain copy reaches: 1.7 of 2.039 TB/s on an A100-80GB."""
 
 MEASURED = "measured"  # Source of what calibration has measured, where it may lack that.
+ATTENTION = "attention"
+"""Name among the products of a CPU of attention by its compiled operator."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +37,7 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class Speed:
-    """Speed of a CPU in products of a large matrix: with one row it reads weights, with a few rows it computes."""
+    """Speed of a CPU in products of a large matrix, or in attention: with one row it reads, with more it computes."""
 
     bytes_per_s: float
     flops_per_s: float
@@ -77,7 +79,8 @@ class HardwareConfig:
     )
     products: dict[str, Speed] = made(
         dict,
-        "of a CPU: what its first run measures too, by storage format, and by number format of unquantized weights.",
+        "of a CPU: what its first run measures too, by storage format, by number format of unquantized weights, and "
+        f"of {ATTENTION}, which reads the cache.",
     )
     kernel_s: float = required("fixed time of a kernel inside a CUDA graph.")
     launch_s: float = required("fixed time of an operator launched from Python.")

@@ -52,12 +52,13 @@ def detect_hardware(*, on_cpu: bool = False) -> HardwareConfig:
             laptop, name=name, gpu=kind, memory_bytes=memory, system_bytes=system_bytes(memory),
             flops_per_s={name: share * rate for name, rate in laptop.flops_per_s.items()},
         )  # fmt: skip
-        if not speeds:
+        of_weights = [speed for name, speed in speeds.items() if name != hardware.ATTENTION]
+        if not of_weights:
             return found
         figures = ("products", "copy_bytes_per_s", "flops_per_s")
         return replace(
-            found, products=speeds, copy_bytes_per_s=max(speed.bytes_per_s for speed in speeds.values()),
-            flops_per_s=dict.fromkeys(laptop.flops_per_s, median(speed.flops_per_s for speed in speeds.values())),
+            found, products=speeds, copy_bytes_per_s=max(speed.bytes_per_s for speed in of_weights),
+            flops_per_s=dict.fromkeys(laptop.flops_per_s, median(speed.flops_per_s for speed in of_weights)),
             sources=laptop.sources | dict.fromkeys(figures, _BY_A_RUN),
         )  # fmt: skip
     files = {name: catalogue.find("hardware", name) for name in hardware.names()}

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from llama_ssp.architectures import engine
 from llama_ssp.architectures.family import inventory
 from llama_ssp.architectures.matrices import Inventory, WholeParts, tokens_of_a_block, vocabulary_parts
-from llama_ssp.machines.hardware import HardwareConfig
+from llama_ssp.machines.hardware import ATTENTION, HardwareConfig
 from llama_ssp.planning.collectives import ID_BYTES, PROBABILITY_BYTES, all_reduce_s, message_s
 from llama_ssp.planning.model import DTYPE_BYTES, PlannedModel, expands_latents
 from llama_ssp.planning.weights import of_stage, rank_shares
@@ -36,6 +36,8 @@ LIBRARY_SHARE = {"cuda": 2.0, "cpu": 4.0}
 calls, 57 to 142 in the families with records, with experts' operators."""
 _SCORES_MOVED = 9
 """How often a score of attention to latents is written or read: by two products, a mask, the softmax and a product."""
+_CACHED_BYTES = 2**24
+"""Of keys and values, what a CPU's attention reads as fast as weights, from its caches (docs/findings/forecasts.md)."""
 _SUM_BYTES = 4
 """Bytes of a number of a part's sums."""
 _FUSED_SUMS = 2  # Of a layer, that also add to the residual and compute the next norm.
@@ -291,7 +293,8 @@ def _attention_s(
     state, and writes the states after its tokens, of a prompt the last. Latents are read once, and on a GPU sums of
     parts of a text are written and read; torch's operators read latents for the scores and again, without the rotary
     keys, for their sums, and write and read scores. Where a chunk expands them, keys and values of all heads are made
-    of all slots: each number is written and read, and the latents are copied first.
+    of all slots: each number is written and read, and the latents are copied first. A CPU's compiled operator has rates
+    of its own, where they have been measured.
     """
     model, (num_heads, num_kv_heads) = placement.model, placement.most_heads
     shape, num_pairs = model.shape, num_slots - (num_positions - 1) / 2
@@ -325,7 +328,13 @@ def _attention_s(
     share, values = placement.num_layers / shape.num_hidden_layers, inventory(shape).cached_values
     if values and len(placement.stages) > 1:
         share = (placement.shares[0].cached_values or 0) / values
-    return _product_s(share * read_bytes, model, hardware, operations=share * operations) + states_s
+    speed = None if shape.latent_width or not model.is_lean else hardware.products.get(ATTENTION)
+    read_bytes, operations = share * read_bytes, share * operations
+    if speed:
+        beyond = max(read_bytes - _CACHED_BYTES, 0)
+        reading_s = (read_bytes - beyond) / hardware.read_bytes_per_s + beyond / speed.bytes_per_s
+        return max(reading_s, operations / speed.flops_per_s) + states_s
+    return _product_s(read_bytes, model, hardware, operations=operations) + states_s
 
 
 def _more_layers(placement: ModelPlacement, hardware: HardwareConfig, num_positions: int) -> float:

@@ -18,7 +18,9 @@ from torch import Tensor
 
 from llama_ssp import operators
 from llama_ssp.kernels.linear import Linear, make_linear
-from llama_ssp.machines.hardware import Speed
+from llama_ssp.kernels.parts import Heads, KeptRows
+from llama_ssp.machines.hardware import ATTENTION, Speed
+from llama_ssp.models.cache import StaticCache
 from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.ranks.world import World, on_all_cores
 from llama_ssp.storage.formats import NO_QUANTIZATION, format_of, formats
@@ -27,7 +29,8 @@ BUDGET_S = 0.15
 """Time limit of one measurement."""
 _FEWEST, _MOST = 3, 200
 _SHORTEST_S = 2e-4
-_SPEED_SIDE, _FEW_ROWS = 2048, 5
+_SPEED_SIDE, _FEW_ROWS, _PROMPT_ROWS = 2048, 5, 64
+_CACHED_LAYERS = 4
 
 Call = Callable[[], object]
 
@@ -92,7 +95,7 @@ def cpu_speeds(num_bytes: int = 2**28) -> dict[str, Speed]:
     """The speeds of a CPU's products by layers that no cache holds, of one row and of a round's five.
 
     By number format of unquantized weights, and by storage format, if this CPU has our kernel. A format of files alone
-    has the speed of a measured one with as many bits.
+    has the speed of a measured one with as many bits. Then of attention, if this CPU has the operator.
     """
     speeds = dict[str, Speed]()
     compiled = [record for record in formats().values() if operators.made("packed_block", "cpu", record)]
@@ -111,7 +114,35 @@ def cpu_speeds(num_bytes: int = 2**28) -> dict[str, Speed]:
         own_bytes = record.packing.weight_bytes or 0
         bits = {name: abs((other.packing.weight_bytes or 0) - own_bytes) for name, other in measured.items()}
         speeds.setdefault(record.name, speeds[min(bits, key=bits.__getitem__)])
-    return speeds
+    return speeds | _attention_speed(num_bytes)
+
+
+def _attention_speed(num_bytes: int) -> dict[str, Speed]:
+    """The speed of attention to keys and values that no cache holds, of one token and of a part of a prompt."""
+    heads, kept = Heads(8, 2, 128, 1.0), KeptRows(torch.float32)
+    attention = operators.made("attention", "cpu", kept.dtype, heads.dim, kept)
+    if attention is None:
+        return {}
+    slot_bytes = 2 * heads.num_kv * heads.dim * kept.dtype.itemsize
+    num_slots = max(num_bytes // (_CACHED_LAYERS * slot_bytes), 2 * _PROMPT_ROWS)
+    cache = StaticCache(
+        num_layers=_CACHED_LAYERS, batch_size=1, capacity=num_slots, device=torch.device("cpu"), kept=kept
+    )
+    turns_S1P = torch.ones(num_slots, 1, heads.dim // 2, dtype=torch.complex64)
+
+    def seconds(num_tokens: int) -> float:
+        positions_1T = torch.arange(num_slots - num_tokens, num_slots)[None]
+        view = cache.view(positions_1T, bucket=num_slots, cache_rows_B=None)
+        of_windows = attention.of_forward(turns_S1P, positions_1T, view, tree=None, seen_BT=None, windows=[None])
+        qkv_MO, layers = (
+            torch.ones(num_tokens, (heads.num + 2 * heads.num_kv) * heads.dim),
+            cycle(range(_CACHED_LAYERS)),
+        )
+        return seconds_per_call(lambda: of_windows[None](qkv_MO, next(layers), heads, ()))
+
+    operations = 4 * _PROMPT_ROWS * num_slots * heads.num * heads.dim
+    speed = Speed(bytes_per_s=num_slots * slot_bytes / seconds(1), flops_per_s=operations / seconds(_PROMPT_ROWS))
+    return {ATTENTION: speed}
 
 
 def _in_turn(layers: list[Linear], x: Tensor) -> Call:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from llama_ssp import catalogue, operators
 from llama_ssp.errors import ConfigError, SspError
+from llama_ssp.kernels.parts import KeptRows
 from llama_ssp.machines import hardware
 from llama_ssp.machines.hardware import Link, MeasuredSum
 from llama_ssp.planning.timing import timing
@@ -103,12 +104,14 @@ def test_rates_are_bytes_operations_and_calls_over_the_time_of_one(monkeypatch: 
 
 
 def test_every_format_that_has_a_kernel_has_a_speed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the floats of 4 bits too, to which no weight is quantized."""
+    """Of the floats of 4 bits too, to which no weight is quantized; and so has attention, with its operator."""
     monkeypatch.setattr(calibration, "BUDGET_S", 0.0)
     monkeypatch.setattr(calibration, "_SPEED_SIDE", 128)
     found = calibration.cpu_speeds(num_bytes=2**16)
     compiled = [record for record in formats().values() if operators.made("packed_block", "cpu", record)]
-    assert found.keys() == {"fp32", "fp16", *(record.name for record in compiled)}
+    attention = operators.made("attention", "cpu", torch.float32, 128, KeptRows(torch.float32))
+    assert found.keys() - {"attention"} == {"fp32", "fp16", *(record.name for record in compiled)}
+    assert ("attention" in found) == (attention is not None)
     assert found.get("mxfp4") == found.get("int4_weight_only")
 
 

@@ -185,6 +185,17 @@ def test_a_damaged_file_of_speeds_is_as_none(text: str, tmp_path: Path) -> None:
     assert machine.known_speeds() == {}
 
 
+@pytest.mark.usefixtures("unmeasured")
+def test_the_speed_of_attention_says_nothing_of_memory_and_products() -> None:
+    measured = {"attention": Speed(bytes_per_s=9e10, flops_per_s=9e11)}
+    machine.keep_speeds(measured)
+    assert machine.detect_hardware(on_cpu=True).copy_bytes_per_s is None
+    machine.keep_speeds(measured | {"fp32": Speed(bytes_per_s=2e10, flops_per_s=3e11)})
+    found = machine.detect_hardware(on_cpu=True)
+    assert (found.copy_bytes_per_s, found.flops_per_s["fp16"]) == (2e10, 3e11)
+    assert found.products.keys() == {"attention", "fp32"}
+
+
 @pytest.mark.heavy
 @pytest.mark.usefixtures("unmeasured")
 def test_a_run_keeps_the_speed_that_later_plans_have(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from llama_ssp.architectures.matrices import KeptStates
 from llama_ssp.catalogue import Dtype
 from llama_ssp.machines import hardware
 from llama_ssp.machines.hardware import HardwareConfig, Link, MeasuredSum, Speed
+from llama_ssp.planning import forwards
 from llama_ssp.planning.collectives import all_reduce_s, message_s
 from llama_ssp.planning.forwards import (
     LIBRARY_SHARE,
@@ -105,6 +106,18 @@ def test_the_rank_with_the_most_heads_reads_keys_and_values_or_multiplies_a_posi
     pairs = 96 + 97 + 98 + 99 + 100
     assert forward(num_ranks, SLOW).attention_s == pytest.approx(3 * pairs * 2 * 2 * num_heads * 8 * 2 / 1e3)
     assert forward(num_ranks).attention_s == pytest.approx(3 * 100 * 2 * (2 * num_kv_heads * 8 * 2) / 1e6)
+
+
+def test_attention_whose_speed_was_measured_reads_slower_what_no_cache_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 76,800 bytes, 60,000 are read like weights, at 1e6 bytes/s."""
+    monkeypatch.setattr(forwards, "_CACHED_BYTES", 60_000)
+    speed = Speed(bytes_per_s=2e5, flops_per_s=1e9)
+    measured = replace(MACHINE, device="cpu", products={"attention": speed})
+    assert forward(1, measured).attention_s == pytest.approx(60_000 / 1e6 + 16_800 / 2e5)
+    pairs, slow = 96 + 97 + 98 + 99 + 100, replace(measured, products={"attention": replace(speed, flops_per_s=1e3)})
+    assert forward(1, slow).attention_s == pytest.approx(3 * pairs * 2 * 2 * 8 * 8 * 2 / 1e3)
+    by_library = forward(1, measured, model=replace(MODEL, by_library=True))
+    assert by_library.attention_s == pytest.approx(76_800 / 1e6), "which calls torch's attention"
 
 
 def test_operators_are_kernels_in_a_graph_and_launches_without_one_and_the_librarys_are_twice_as_many() -> None:
