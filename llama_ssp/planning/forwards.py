@@ -294,7 +294,7 @@ def _attention_s(
     parts of a text are written and read; torch's operators read latents for the scores and again, without the rotary
     keys, for their sums, and write and read scores. Where a chunk expands them, keys and values of all heads are made
     of all slots: each number is written and read, and the latents are copied first. A CPU's compiled operator has rates
-    of its own, where they have been measured.
+    of its own, where they have been measured: it lays out what it reads for its products, and then computes these.
     """
     model, (num_heads, num_kv_heads) = placement.model, placement.most_heads
     shape, num_pairs = model.shape, num_slots - (num_positions - 1) / 2
@@ -333,7 +333,7 @@ def _attention_s(
     if speed:
         beyond = max(read_bytes - _CACHED_BYTES, 0)
         reading_s = (read_bytes - beyond) / hardware.read_bytes_per_s + beyond / speed.bytes_per_s
-        return max(reading_s, operations / speed.flops_per_s) + states_s
+        return reading_s + operations / speed.flops_per_s + states_s
     return _product_s(read_bytes, model, hardware, operations=operations) + states_s
 
 

@@ -29,7 +29,9 @@ BUDGET_S = 0.15
 """Time limit of one measurement."""
 _FEWEST, _MOST = 3, 200
 _SHORTEST_S = 2e-4
-_SPEED_SIDE, _FEW_ROWS, _PROMPT_ROWS = 2048, 5, 64
+_SPEED_SIDE, _PROMPT_ROWS = 2048, 64
+_SOME_ROWS = 32
+"""Rows with which products in all formats compute; five rows of fp32 take as long as reading its weights."""
 _CACHED_LAYERS = 4
 
 Call = Callable[[], object]
@@ -92,7 +94,7 @@ def copy_bytes_per_s(device: torch.device, num_bytes: int = 2**28) -> float:
 
 @torch.inference_mode()
 def cpu_speeds(num_bytes: int = 2**28) -> dict[str, Speed]:
-    """The speeds of a CPU's products by layers that no cache holds, of one row and of a round's five.
+    """The speeds of a CPU's products by layers that no cache holds, of one row and of some.
 
     By number format of unquantized weights, and by storage format, if this CPU has our kernel. A format of files alone
     has the speed of a measured one with as many bits. Then of attention, if this CPU has the operator.
@@ -100,7 +102,7 @@ def cpu_speeds(num_bytes: int = 2**28) -> dict[str, Speed]:
     speeds = dict[str, Speed]()
     compiled = [record for record in formats().values() if operators.made("packed_block", "cpu", record)]
     measured = {record.name: record for record in compiled if not record.is_stored_alone}
-    side, few = _SPEED_SIDE, _FEW_ROWS
+    side, some = _SPEED_SIDE, _SOME_ROWS
     num_weights = 2 * side**2
     for name in ("fp32", "fp16", *measured):
         quantization = name if name in measured else NO_QUANTIZATION
@@ -108,8 +110,8 @@ def cpu_speeds(num_bytes: int = 2**28) -> dict[str, Speed]:
         layer = make_linear(weight, None, kernel=Precision(quantization=quantization).kernel)
         size = format_of(quantization).packing.matrix_bytes(num_weights, 4 if name == "fp32" else 2)
         layers = [layer, *(deepcopy(layer) for _ in range(num_bytes // size))]
-        one_s, few_s = (seconds_per_call(_in_turn(layers, torch.ones(rows, side))) for rows in (1, few))
-        speeds[name] = Speed(bytes_per_s=size / one_s, flops_per_s=2 * few * num_weights / few_s)
+        one_s, some_s = (seconds_per_call(_in_turn(layers, torch.ones(rows, side))) for rows in (1, some))
+        speeds[name] = Speed(bytes_per_s=size / one_s, flops_per_s=2 * some * num_weights / some_s)
     for record in compiled if measured else ():
         own_bytes = record.packing.weight_bytes or 0
         bits = {name: abs((other.packing.weight_bytes or 0) - own_bytes) for name, other in measured.items()}
@@ -118,31 +120,33 @@ def cpu_speeds(num_bytes: int = 2**28) -> dict[str, Speed]:
 
 
 def _attention_speed(num_bytes: int) -> dict[str, Speed]:
-    """The speed of attention to keys and values that no cache holds, of one token and of a part of a prompt."""
-    heads, kept = Heads(8, 2, 128, 1.0), KeptRows(torch.float32)
-    attention = operators.made("attention", "cpu", kept.dtype, heads.dim, kept)
+    """The speed of attention to keys and values that no cache holds: a time for what is read, and one for each query.
+
+    Of one token, and of a part of a prompt, with a query for each key.
+    """
+    num_heads, head_dim, kept = 32, 128, KeptRows(torch.float32)
+    heads = Heads(num_heads, num_heads, head_dim, 1.0)
+    attention = operators.made("attention", "cpu", kept.dtype, head_dim, kept)
     if attention is None:
         return {}
-    slot_bytes = 2 * heads.num_kv * heads.dim * kept.dtype.itemsize
+    slot_bytes = 2 * num_heads * head_dim * kept.dtype.itemsize
     num_slots = max(num_bytes // (_CACHED_LAYERS * slot_bytes), 2 * _PROMPT_ROWS)
     cache = StaticCache(
         num_layers=_CACHED_LAYERS, batch_size=1, capacity=num_slots, device=torch.device("cpu"), kept=kept
     )
-    turns_S1P = torch.ones(num_slots, 1, heads.dim // 2, dtype=torch.complex64)
+    turns_S1P = torch.ones(num_slots, 1, head_dim // 2, dtype=torch.complex64)
 
     def seconds(num_tokens: int) -> float:
         positions_1T = torch.arange(num_slots - num_tokens, num_slots)[None]
         view = cache.view(positions_1T, bucket=num_slots, cache_rows_B=None)
         of_windows = attention.of_forward(turns_S1P, positions_1T, view, tree=None, seen_BT=None, windows=[None])
-        qkv_MO, layers = (
-            torch.ones(num_tokens, (heads.num + 2 * heads.num_kv) * heads.dim),
-            cycle(range(_CACHED_LAYERS)),
-        )
+        qkv_MO, layers = torch.ones(num_tokens, 3 * num_heads * head_dim), cycle(range(_CACHED_LAYERS))
         return seconds_per_call(lambda: of_windows[None](qkv_MO, next(layers), heads, ()))
 
-    operations = 4 * _PROMPT_ROWS * num_slots * heads.num * heads.dim
-    speed = Speed(bytes_per_s=num_slots * slot_bytes / seconds(1), flops_per_s=operations / seconds(_PROMPT_ROWS))
-    return {ATTENTION: speed}
+    one_s, of_query = seconds(1), 4 * num_slots * num_heads * head_dim
+    query_s = max((seconds(_PROMPT_ROWS) - one_s) / (_PROMPT_ROWS - 1), one_s / _PROMPT_ROWS)
+    reading_s = max(one_s - query_s, one_s / 2)
+    return {ATTENTION: Speed(bytes_per_s=num_slots * slot_bytes / reading_s, flops_per_s=of_query / query_s)}
 
 
 def _in_turn(layers: list[Linear], x: Tensor) -> Call:
