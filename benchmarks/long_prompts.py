@@ -102,7 +102,8 @@ def text(row: Row) -> str:
         f"{sizes['num_attention_heads']} heads of {sizes['head_dim']}, random weights in fp32, {row['num_threads']} "
         f"threads of an {row['processor']}, chunks of {PREFILL_CHUNK} tokens. From {first['tokens']} to "
         f"{last['tokens']} tokens the peak of the process grows by {grown:.0f} MiB, keys and values by {caches:.0f}; "
-        f"kept scores of a chunk would add {scores:.0f}."
+        f"kept scores of a chunk would add {scores:.0f}. The peak counts the libraries' files in memory, and a plan "
+        "does not."
     )
 
 
