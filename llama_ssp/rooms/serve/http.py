@@ -45,6 +45,8 @@ _OWN_ALONE = {"content-security-policy": "default-src 'self'; frame-ancestors 'n
 _OPEN = {"/health", "/favicon.ico", "/", *(f"/{name}" for name in _PAGE)}
 """Paths that need no key."""
 _MOST_BYTES, _READ_S, _CLOSE_S, _MOST_OPEN = 8 << 20, 30.0, 5.0, 1024
+_MOST_KEPT = 32
+"""Parts of an answer that HTTP's thread takes at a time if nobody sees them before the end."""
 
 
 @torch.inference_mode()
@@ -194,10 +196,16 @@ class Front:
         """Let the decoder answer; `whole` makes the body of the answer, `events` that of a stream."""
         parts: _Parts = asyncio.Queue()
         loop = asyncio.get_running_loop()
+        begun, kept = set[int](), list[tuple[Answer, Part]]()
 
         def take(place: int, part: Part) -> None:
-            with suppress(RuntimeError):  # the loop has been closed
-                loop.call_soon_threadsafe(parts.put_nowait, (asked.answers[place], part))
+            """Pass a part on; what nobody sees before the end waits: HTTP's thread takes the decoder's time."""
+            kept.append((asked.answers[place], part))
+            if asked.streams or part.finish_reason or place not in begun or len(kept) == _MOST_KEPT:
+                begun.update([place] if part.new_ids else [])
+                with suppress(RuntimeError):  # the loop has been closed
+                    loop.call_soon_threadsafe(parts.put_nowait, [*kept])
+                kept.clear()
 
         numbers = self._inbox.put(asked.completions, take, client=_client_of(request))
         pieces = self._pieces(parts, len(numbers), arrived_s)
@@ -225,21 +233,21 @@ class Front:
                 raise RequestError(reason, status=504, code="timeout") from None
             if not found:
                 raise ClientDisconnect
-            answer, part = found
-            if part.error:
-                raise part.error
-            if part.waited_s is not None:
-                self._metrics.began(waited_s=part.waited_s)
-                continue
-            now = time.monotonic()
-            if part.new_ids and answer not in first_s:
-                first_s[answer] = now
-                self._metrics.first_token(now - arrived_s)
-            text = answer.push(part)
-            if part.finish_reason:
-                left -= 1
-                self._metrics.ended(answer, decoded_s=now - first_s.get(answer, now), whole_s=now - arrived_s)
-            yield answer, text
+            for answer, part in found:
+                if part.error:
+                    raise part.error
+                if part.waited_s is not None:
+                    self._metrics.began(waited_s=part.waited_s)
+                    continue
+                now = time.monotonic()
+                if part.new_ids and answer not in first_s:
+                    first_s[answer] = now
+                    self._metrics.first_token(now - arrived_s)
+                text = answer.push(part)
+                if part.finish_reason:
+                    left -= 1
+                    self._metrics.ended(answer, decoded_s=now - first_s.get(answer, now), whole_s=now - arrived_s)
+                yield answer, text
 
     async def _streamed(self, events: AsyncIterator[bytes], numbers: Sequence[int]) -> AsyncIterator[bytes]:
         """Yield events; a client that goes ends its completions."""
@@ -273,8 +281,8 @@ def _client_of(request: Request) -> str:
     return request.headers.get("authorization") or (request.client.host if request.client else "")
 
 
-_Parts = asyncio.Queue[tuple[Answer, Part] | None]
-"""Parts of the answers to a request; None once its client has gone."""
+_Parts = asyncio.Queue[list[tuple[Answer, Part]] | None]
+"""Parts of the answers to a request, some at a time; None once its client has gone."""
 
 
 async def _until_gone(request: Request, parts: _Parts) -> None:

@@ -71,7 +71,7 @@ def test_the_field_of_the_page_is_read_from_outside_the_package(
     section = (ROOT / "docs/extending.md").read_text().partition("## A served field")[2]
     (tmp_path / "my_fields.py").write_text(section.partition("```py\n")[2].partition("```")[0])
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(SERVED_FIELDS, "records", {})
+    monkeypatch.setattr(SERVED_FIELDS, "records", SERVED_FIELDS.all())
     bodies: list[dict[str, Any]] = [
         {"temperature": 0}, {"temperature": 1.3, "greedy": True}, {"greedy": 3}, {"greedy": False}
     ]  # fmt: skip

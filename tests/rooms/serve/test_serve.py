@@ -1,5 +1,6 @@
 """The server answers as OpenAI's API does; texts are those of `Pair.generate`, whatever else is served."""
 
+import asyncio
 import json
 import math
 import random
@@ -307,6 +308,29 @@ def test_a_slow_reader_keeps_nobody_waiting(server: Server) -> None:
         server.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, size)
         wait_for(lambda: server.inbox.is_empty)
         assert server.complete(prompt="x", max_tokens=2)["choices"]
+
+
+@pytest.mark.parametrize("num_tokens", [24, 72])
+def test_http_wakes_for_streams_at_each_round_and_for_others_seldom(
+    num_tokens: int, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For the wait, the first token, each 32 rounds, and the end; the text is the same."""
+    wakes, call = list[str](), asyncio.BaseEventLoop.call_soon_threadsafe
+
+    def counted(
+        loop: asyncio.BaseEventLoop, callback: Callable[..., object], *given: Any, **how: Any
+    ) -> asyncio.Handle:
+        wakes.append(getattr(callback, "__name__", ""))
+        return call(loop, callback, *given, **how)
+
+    monkeypatch.setattr(asyncio.BaseEventLoop, "call_soon_threadsafe", counted)
+    asked = {"prompt": PROMPT, "max_tokens": num_tokens, "seed": 3, "ignore_eos": True, "speculative": False}
+    whole = server.complete(**asked)["choices"][0]["text"]
+    assert wakes.count("put_nowait") == 3 + (num_tokens - 2) // 32
+    wakes.clear()
+    streamed = server.stream("/v1/completions", **asked)
+    assert "".join(event["choices"][0]["text"] for event in streamed if event["choices"]) == whole
+    assert wakes.count("put_nowait") == 1 + num_tokens
 
 
 def test_requests_have_a_time_limit_and_pages_of_one_origin_may_ask(pair: Pair, server: Server) -> None:

@@ -73,6 +73,7 @@ def test_the_library_plans_a_pair_with_two_tokenizers(given: str | DraftTokenize
 
 def test_without_the_room_who_asks_reads_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """The program and the library; the draft that shares the target's tokens stays."""
+    VOCABULARIES.all()
     monkeypatch.setattr(manifest, "present", lambda: ())
     monkeypatch.setattr(VOCABULARIES, "records", {"same": SAME})
     with pytest.raises(ConfigError, match=r"^tokenizer=own needs llama_ssp/rooms/tokenizers, which this installation"):
