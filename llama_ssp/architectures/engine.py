@@ -32,6 +32,8 @@ of 1000 slots and 8 key-value heads took 48, 52 and 74.
 LATENT_PARTS, LATENT_QUERIES = (64, 64, 512), 32
 """Attention to latents on a GPU cuts a text into so many parts of so many slots, then into longer ones; the most
 queries of a program that reads one."""
+LATENT_SUMS_BYTES = 2**28
+"""Sums of these parts that are kept at once: a prompt's last tokens, read in many rows, would take gigabytes."""
 EQUAL_PARTS_BYTES, _EQUAL_ROWS = 2**26, 32
 """Sums of attention with `reproducible=true` on a GPU that are kept at once, and the rows of its tiles.
 
@@ -60,7 +62,12 @@ def expands_latents(num_positions: int, *, rank: int, made: int) -> bool:
     slot, reading takes twice 2 `rank` operations and keys and values twice `made`; to make these of a slot takes twice
     `rank` times `made`. A chunk's own tokens alone decide, so that its bits depend on no other row's length.
     """
-    return num_positions * (2 * rank - made) > rank * made
+    return num_positions > most_read(rank, made)
+
+
+def most_read(rank: int, made: int) -> float:
+    """The most positions of a chunk whose attention reads latents; see `expands_latents`."""
+    return rank * made // (2 * rank - made) if 2 * rank > made else math.inf
 
 
 def latent_parts(num_slots: int, parts: tuple[int, int, int] = LATENT_PARTS) -> int:

@@ -319,7 +319,7 @@ def _activation_bytes(spec: PlanSpec, hardware: HardwareConfig, model: PlannedMo
     bucket = bucket_of(spec.prompt_tokens, spec.num_slots, hardware)
     record, heads_width = record_of(shape.model_type), part.num_heads * shape.head_dim
     group, attended, masks, repeated = shape.num_attention_heads // shape.num_key_value_heads, 2 * part.width, 0, 0
-    parts_bytes = equal_bytes = 0
+    parts_bytes = equal_bytes = sums_bytes = 0
     if model.reads_by_length(hardware):
         padded = -(-engine.short_size(spec.batch_size * spec.prompt_tokens) // spec.batch_size)
         positions = max(positions, padded)
@@ -340,15 +340,22 @@ def _activation_bytes(spec: PlanSpec, hardware: HardwareConfig, model: PlannedMo
         repeated += read * (part.width - heads_width) * (size + 2)
     if shape.latent_width:
         of_latents = partial(_latent_bytes, model, part, hardware)
+        # The last chunk of a prompt may be too short to expand them.
+        most = engine.most_read(shape.latent_rank, shape.qk_nope_head_dim + shape.v_head_dim)
+        last = int(min(positions, most))
         repeated += max(
             of_latents(num_slots=bucket, positions=positions, is_chunk=True),
+            of_latents(num_slots=bucket, positions=last, is_chunk=True),
             of_latents(num_slots=spec.num_slots, positions=spec.round_positions, is_chunk=False),
         )
+        if hardware.device == "cuda" and model.has_latent_kernel(hardware):
+            of_sums = partial(_latent_sums_bytes, spec, model, part)
+            sums_bytes = max(of_sums(bucket, last), of_sums(spec.num_slots, spec.round_positions))
     largest = max((kept.num_values for kept in inventory(shape).states), default=0)
     states_bytes = 3 * engine.STATE_VALUE_BYTES * spec.round_positions * largest
     wide = max(positions * attended * size + repeated, positions * 3 * part.units * size, parts_bytes, states_bytes)
     of_row = positions * 3 * shape.hidden_size * size + wide + masks
-    return spec.batch_size * of_row + equal_bytes + part.working_bytes
+    return spec.batch_size * of_row + equal_bytes + sums_bytes + part.working_bytes
 
 
 def _equal_parts_bytes(spec: PlanSpec, model: PlannedModel, num_kv_heads: int, *, positions: int) -> int:
@@ -360,13 +367,19 @@ def _equal_parts_bytes(spec: PlanSpec, model: PlannedModel, num_kv_heads: int, *
     return min(num_groups, max(engine.EQUAL_PARTS_BYTES // of_group, 1)) * of_group
 
 
+def _latent_sums_bytes(spec: PlanSpec, model: PlannedModel, part: _Part, num_slots: int, positions: int) -> int:
+    """Sums in fp32 of the parts of all rows, of as many positions as a GPU's kernel reads latents for at once."""
+    of_position = 4 * part.num_heads * engine.latent_parts(num_slots) * (model.shape.latent_rank + 1)
+    return min(spec.batch_size * positions, max(engine.LATENT_SUMS_BYTES // of_position, 1)) * of_position
+
+
 def _latent_bytes(
     model: PlannedModel, part: _Part, hardware: HardwareConfig, *, num_slots: int, positions: int, is_chunk: bool
 ) -> int:
     """Bytes that a layer makes of the latents of `num_slots` slots of a row.
 
-    torch's operators make all scores, also in fp32. Operators of a device read rows as they are kept; on a GPU each
-    part of a text has its own sums, and on a CPU queries and sums are in fp32. A chunk of a prompt copies the latents,
+    torch's operators make all scores, also in fp32. Operators of a device read rows as they are kept; for sums on a GPU
+    see `_latent_sums_bytes`, and on a CPU queries and sums are in fp32. A chunk of a prompt copies the latents,
     and for torch a cache of fewer bits is unpacked. A chunk that expands them has keys without positions and values of
     all heads by one product, and whole keys. Where keys and values differ in width, CPUs have no fused attention: it
     copies the keys and keeps the scores, at last without the keys as scores, probabilities, and a byte for each.
@@ -376,9 +389,7 @@ def _latent_bytes(
     if not expands_latents(shape, positions) and model.has_latent_kernel(hardware):
         kept = is_chunk * num_slots * model.slot_bytes(shape.num_key_value_heads) // model.num_attention_layers
         of_query = shape.latent_width + shape.latent_rank
-        in_fp32 = of_query * model.dtype.is_short
-        if hardware.device == "cuda":
-            in_fp32 = engine.latent_parts(num_slots) * (shape.latent_rank + 1)
+        in_fp32 = of_query * (model.dtype.is_short and hardware.device == "cpu")
         return kept + part.num_heads * positions * (of_query * size + 4 * in_fp32)
     if not expands_latents(shape, positions):
         casts = size if size < 4 else 0  # noqa: PLR2004 - bytes of fp32

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+import torch
 from torch import Tensor
 
 from llama_ssp.ranks.gpu import ends_run
@@ -40,6 +41,11 @@ def attempt(try_out: Callable[[], _Kernel], *, instead: str) -> _Kernel | None:
             _said.add(instead)
             _log.warning("%s: %s", instead, reason(error))
         return None
+
+
+def is_current(device: torch.device) -> bool:
+    """Whether Triton launches its kernels on this device: on the process's current one, wherever their tensors are."""
+    return device.type != "cuda" or device.index in {None, torch.cuda.current_device()}
 
 
 def check(name: str, found: Tensor, wanted: Tensor, *, tolerance: float = TOLERANCE) -> None:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from llama_ssp.kernels.latents import LatentAttention, by_torch
 from llama_ssp.kernels.parts import KeptRows
-from llama_ssp.rooms.gpu.attempts import attempt, check
+from llama_ssp.rooms.gpu.attempts import attempt, check, is_current
 
 _HALVES = (torch.float16, torch.bfloat16)
 _CHECKED_SLOTS = 5000
@@ -18,8 +18,8 @@ _CHECKED_SLOTS = 5000
 def find_latents(
     *, device: torch.device, num_heads: int, rank: int, rotary: int, kept: KeptRows, dtype: torch.dtype
 ) -> LatentAttention | None:
-    """Our kernel for models in 16 bits; None, after a warning, if it does not work on this GPU."""
-    if dtype not in _HALVES:
+    """Our kernel for models in 16 bits; None, after a warning, if it does not work on this GPU, or for other GPUs."""
+    if dtype not in _HALVES or not is_current(device):
         return None
     tried = partial(_tried, device, num_heads, (rank, rotary), kept, dtype)
     return attempt(tried, instead="continuing with torch's operators instead of the kernel of attention to latents")

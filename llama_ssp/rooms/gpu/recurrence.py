@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from llama_ssp.models.states import LayerState, StateCache, StateView
-from llama_ssp.rooms.gpu.attempts import attempt, check
+from llama_ssp.rooms.gpu.attempts import attempt, check, is_current
 from llama_ssp.untyped import LibraryPart
 
 Mix = Callable[[LibraryPart, Tensor, StateView], Tensor]
@@ -25,6 +25,8 @@ def find_recurrence(mixer: LibraryPart, width: int, *, mix: Mix, layer: LayerSta
         layer: the sizes of its state.
         like: a tensor of the format and on the device of its inputs.
     """
+    if not is_current(like.device):
+        return None
     instead = "continuing with torch's operators instead of the kernel of recurrent layers"
     return attempt(partial(_tried, mixer, width, mix, layer, like), instead=instead)
 

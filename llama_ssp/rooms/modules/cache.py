@@ -48,9 +48,10 @@ class LibraryCache(Cache):
         They may differ in width, such as the parts of a latent.
         """
         place = self._places[layer_idx]
-        if key_states.shape[-1] != value_states.shape[-1]:
+        is_latent = layer_idx in self._of_latents
+        if is_latent or key_states.shape[-1] != value_states.shape[-1]:
             keys_MND, values_MND = (part.transpose(1, 2).flatten(0, 1) for part in (key_states, value_states))
-            return self.view.update_joint(keys_MND, values_MND, place, unpacks=layer_idx not in self._of_latents)
+            return self.view.update_joint(keys_MND, values_MND, place, unpacks=not is_latent)
         written_M2ND = torch.cat([key_states, value_states], dim=1).transpose(1, 2).flatten(0, 1)
         return self.view.update(written_M2ND, place)
 

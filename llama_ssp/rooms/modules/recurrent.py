@@ -209,13 +209,13 @@ def use_own_kernels(model: PreTrainedModel, device: torch.device) -> None:
     """Let recurrent layers compute few tokens by the kernels of a device, if it has them; see `operators`."""
     mixers = [mixer for mixer in mixers_of(model) if getattr(mixer, "activation", "") == "silu"]
     if mixers:
-        first = mixers[0]
+        first, like = mixers[0], convolution_of(mixers[0]).weight
         found = operators.made(
             "recurrence", device.type, first, model.config.hidden_size, mix=mix_of(first), layer=state_of(first),
-            like=convolution_of(first).weight,
+            like=like,
         )  # fmt: skip
-        for mixer in mixers:
-            mixer.own_kernels = found
+        for mixer in mixers:  # layers of `accelerate` may be on other GPUs
+            mixer.own_kernels = found if convolution_of(mixer).weight.device == like.device else None
 
 
 def _convolved(mixer: LibraryPart, x_BTC: Tensor, states: StateView) -> Tensor:

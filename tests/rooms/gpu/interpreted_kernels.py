@@ -229,6 +229,10 @@ def attention_to_latents() -> None:
         for num_rows, number in ((1, 9), (2, 2), (7, 5), (16, 1), (1, 1)):
             found = attend(*case(lengths[:num_rows], number))
             assert torch.equal(found, whole[:num_rows, :, :number]), (num_rows, number)
+        # Of two heads, four parts and 23 numbers in fp32: some rows at once, or some positions of one.
+        for most in (20, 4):
+            with patch.object(latents_gpu, "LATENT_SUMS_BYTES", 4 * 2 * 4 * 23 * most):
+                assert torch.equal(attend(*case(lengths[:7], 9)), whole[:7]), most
         queries, latents, rotary, mask, scale = case(lengths[:1], 9)
         found = attend(queries, latents[:, :64], rotary[:, :64], mask[..., :64], scale)
         assert torch.equal(found, whole[:1]), "a row's bits do not depend on the slots behind it"

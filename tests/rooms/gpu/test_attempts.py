@@ -16,7 +16,8 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch.nn import functional
 
 from llama_ssp.kernels.linear import PlainLinear, make_linear
-from llama_ssp.rooms.gpu import attempts, kernels, linear
+from llama_ssp.kernels.parts import KeptRows
+from llama_ssp.rooms.gpu import attempts, kernels, latents, linear, recurrence
 
 
 @pytest.fixture(autouse=True)
@@ -146,3 +147,18 @@ def test_our_product_of_a_gpu_takes_the_rows_for_which_it_was_faster_and_torch_s
         torch.testing.assert_close(layer(x), wanted)
         torch.testing.assert_close(layer(x, residual.clone()), wanted + residual)
     assert taken == [1, 1, 8, 8]
+
+
+def test_kernels_that_launch_on_the_current_gpu_are_not_for_tensors_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers of `accelerate` may be on several GPUs."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(latents, "attempt", lambda *_, **__: "a kernel")
+    sizes: Any = {"num_heads": 2, "rank": 16, "rotary": 8, "kept": KeptRows(torch.bfloat16), "dtype": torch.bfloat16}
+    find: Any = latents.find_latents.__wrapped__
+    assert [find(device=torch.device("cuda", number), **sizes) for number in (0, 1)] == ["a kernel", None]
+    monkeypatch.setattr(recurrence, "attempt", lambda *_, **__: "a kernel")
+    layer: Any = SimpleNamespace(device=torch.device("cuda", 1))
+    find = recurrence.find_recurrence
+    assert find(None, 8, mix=None, layer=None, like=layer) is None
+    layer.device = torch.device("cuda", 0)
+    assert find(None, 8, mix=None, layer=None, like=layer) == "a kernel"

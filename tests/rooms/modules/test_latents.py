@@ -140,13 +140,14 @@ def test_one_text_per_seed_whatever_is_drafted_and_rolled_back(how: str, kind: s
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("rotary", [8, 16])
-@pytest.mark.parametrize(("cache_dtype", "near"), [("auto", 1e-5), ("int8", 0.05), ("fp8", 0.2)])
+@pytest.mark.parametrize(("rank", "rotary"), [(64, 8), (64, 16), (16, 16)])
+@pytest.mark.parametrize(("cache_dtype", "near"), [("auto", 1e-5), ("bf16", 0.05), ("int8", 0.07), ("fp8", 0.2)])
 def test_a_chunk_and_single_steps_have_the_same_logits_also_of_fewer_bits(
-    cache_dtype: str, near: float, rotary: int
+    cache_dtype: str, near: float, rank: int, rotary: int
 ) -> None:
     """The chunk of 40 tokens is expanded, the steps are not; the key with positions has a scale of its own."""
-    model = tiny_model("deepseek_v3", **LONG_RANK | {"qk_rope_head_dim": rotary, "head_dim": rotary})
+    sizes = LONG_RANK | {"kv_lora_rank": rank, "qk_rope_head_dim": rotary, "head_dim": rotary}
+    model = tiny_model("deepseek_v3", **sizes)
     ids, places = torch.arange(3, 43)[None], torch.arange(40)[None]
     wanted = model(ids).logits[0]
     runner = runner_of(model, cache_dtype=cache_dtype)
@@ -156,7 +157,7 @@ def test_a_chunk_and_single_steps_have_the_same_logits_also_of_fewer_bits(
     for found in whole, steps:
         assert float((found - wanted).abs().max() / wanted.std()) < near
     [row, _] = runner.cache._wholes  # one head of both parts
-    numbers = 64 + rotary + (0 if cache_dtype == "auto" else 2 * 4)
+    numbers = rank + rotary + (2 * 4 if cache_dtype in {"int8", "fp8"} else 0)
     assert row is not None
     assert row.shape == (1, 1, 1, 48, numbers)
 

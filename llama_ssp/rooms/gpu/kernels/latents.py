@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llama_ssp.architectures.engine import LATENT_PARTS, LATENT_QUERIES, latent_parts
+from llama_ssp.architectures.engine import LATENT_PARTS, LATENT_QUERIES, LATENT_SUMS_BYTES, latent_parts
 from llama_ssp.kernels.parts import KeptRows
 from llama_ssp.rooms.gpu.kernels.attention import KINDS, LOG2_E, unpacked
 from llama_ssp.rooms.gpu.kernels.chain import chained, release, wait
@@ -88,8 +88,8 @@ def attend_whole(  # type: ignore[no-untyped-def]
     """Add the parts of one query up, in some numbers of a latent."""
     release(PDL)
     wait(PDL)
-    query = tl.program_id(1).to(tl.int64)
-    numbers, parted = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH), tl.arange(0, BLOCK)
+    query = tl.program_id(0).to(tl.int64)  # of more than the 65535 programs that the other numbers may have
+    numbers, parted = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH), tl.arange(0, BLOCK)
     peak = tl.full((BLOCK,), float("-inf"), dtype=tl.float32)
     for at in range(0, num_parts, BLOCK):
         own = at + parted
@@ -112,14 +112,23 @@ def attend_whole(  # type: ignore[no-untyped-def]
 def attend(
     queries_BHTD: Tensor, latents_BSW: Tensor, rotary_BSW: Tensor, mask_B1TS: Tensor, scale: float, *, kept: KeptRows
 ) -> Tensor:
-    """A `LatentAttention`."""
+    """A `LatentAttention`, of as many rows and positions at once as have `LATENT_SUMS_BYTES` of sums."""
+    num_parts = latent_parts(latents_BSW.shape[1], LATENT_PARTS)
     queries_BQD = queries_BHTD.flatten(1, 2).contiguous()
     (batch_size, num_queries, width), num_slots = queries_BQD.shape, latents_BSW.shape[1]
     num_heads, num_positions = queries_BHTD.shape[1:3]
     rank = latents_BSW.shape[2] - (kept.width(1) - 1)
     assert latents_BSW.stride() == rotary_BSW.stride()
     assert latents_BSW.stride(2) == mask_B1TS.stride(3) == 1
-    num_parts = latent_parts(num_slots, LATENT_PARTS)
+    most = max(LATENT_SUMS_BYTES // (4 * num_heads * num_parts * (rank + 1)), 1)
+    if batch_size * num_positions > most:
+        rows, positions = max(most // num_positions, 1), min(most, num_positions)
+        given = queries_BHTD, latents_BSW, rotary_BSW, mask_B1TS
+        found = []
+        for queries, latents, rotary, mask in zip(*(part.split(rows) for part in given), strict=True):
+            some = zip(queries.split(positions, 2), mask.split(positions, 2), strict=True)
+            found.append(torch.cat([attend(one, latents, rotary, own, scale, kept=kept) for one, own in some], 2))
+        return torch.cat(found)
     parts_BQCR = queries_BQD.new_empty(batch_size, num_queries, num_parts, rank, dtype=torch.float32)
     sums_BQC = queries_BQD.new_empty(batch_size, num_queries, num_parts, dtype=torch.float32)
     attended_BHTR = queries_BQD.new_empty(batch_size, num_heads, num_positions, rank)
@@ -133,7 +142,7 @@ def attend(
         SHORT_PARTS=LATENT_PARTS[0], SHORT=LATENT_PARTS[1], LONG=LATENT_PARTS[2], SLOTS=_SLOTS,
         KIND=kind, num_warps=8, num_stages=1 if kind else 2, **pdl,
     )  # fmt: skip
-    attend_whole[triton.cdiv(rank, _WIDTH), batch_size * num_queries](
+    attend_whole[batch_size * num_queries, triton.cdiv(rank, _WIDTH)](
         parts_BQCR, sums_BQC, attended_BHTR, num_parts, RANK=rank, WIDTH=_WIDTH, BLOCK=_BLOCK, num_warps=1, **pdl
     )
     return attended_BHTR
