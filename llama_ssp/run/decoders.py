@@ -174,7 +174,9 @@ def load_models(
 
 def are_reproducible(models: Models, config: RunConfig) -> bool:
     """Whether the bits of the logits that decide texts depend on no draft, K, batch and number of threads."""
-    return models.reuse.are_invariant or (models.target.is_invariant and not reads_draft_probs(config))
+    if reads_draft_probs(config):
+        return models.reuse.are_invariant and getattr(models.prepared, "is_invariant", True)  # a copy of the target
+    return models.reuse.are_invariant or models.target.is_invariant
 
 
 def _why_not_reproducible(models: Models) -> str:
@@ -397,15 +399,16 @@ def build_decoder(
     captures = config.cuda_graphs and not backend_of(config.placement.target.kind).by_library
     # Nothing may fix the number of threads: the user, other ranks that wait, or bits that depend on it.
     is_free = mesh.replica.size == 1 and not has_own_threads(mesh.world.size) and models.reuse.are_invariant
+    num_seen = kept.num_kept(config.draft) if kept else None
+    # A round after one without drafts reads taps again from before the last block.
+    num_tapped = None if num_seen is None else num_seen + config.most_draft_tokens + 1
     return Decoder(
         round_,
         settings=run_settings(models, config, stop_request or StopRequest()),
         executor=make_executor(round_, cuda_graphs=captures),
         batch_size=config.batch_size,
         eos_ids=() if config.ignore_eos else models.eos_ids,
-        reuse=replace(
-            models.reuse, num_spare=config.spare_rows, num_tapped=kept.num_kept(config.draft) if kept else None
-        ),
+        reuse=replace(models.reuse, num_spare=config.spare_rows, num_tapped=num_tapped),
         threads=operators.made("threads", device.type, torch.get_num_threads()) if is_free else None,
         constrain=(lambda request: constraint_of(request.sampling or config.sampling, vocabulary))
         if has_masks

@@ -67,9 +67,9 @@ def make_head_decoder(  # noqa: PLR0913
     kept, shape = draft and cache_of(draft), tree_of(tree)
     make_taps: Callable[..., Taps] = Taps
     if kept:
-        most = shape.num_drafted if shape else num_drafted
+        most, num_seen = shape.num_drafted if shape else num_drafted, kept.num_kept(draft)
         make_taps = partial(imported(kept.taps, setting="draft"), draft=draft, num_drafted=most)
-        how |= {"num_tapped": kept.num_kept(draft)}
+        how |= {"num_tapped": num_seen and num_seen + most + 1}
     taps = make_taps(layers, width=width, dtype=torch.float32, device=torch.device("cpu"))
 
     def make_drafter(rule: Any) -> Any:  # noqa: ANN401 - any rule

@@ -30,12 +30,14 @@ class SpareRows:
     def keep(self, row: int, spare: int, num_tokens: int) -> None:
         """Copy the first tokens of a row."""
         for kept_ABSW, rows_ABSW in self._pairs():
-            kept_ABSW[:, spare, :num_tokens].copy_(rows_ABSW[:, row, :num_tokens])
+            number = min(num_tokens, rows_ABSW.shape[2])  # of a window's taps, which other decoders may have more of
+            kept_ABSW[:, spare, :number].copy_(rows_ABSW[:, row, :number])
 
     def fetch(self, spare: int, row: int, num_tokens: int) -> None:
         """Copy them back to a row."""
         for kept_ABSW, rows_ABSW in self._pairs():
-            rows_ABSW[:, row, :num_tokens].copy_(kept_ABSW[:, spare, :num_tokens])
+            number = min(num_tokens, rows_ABSW.shape[2])
+            rows_ABSW[:, row, :number].copy_(kept_ABSW[:, spare, :number])
 
     def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Each tensor of the kept rows, and that of the batch's rows, which may have grown since."""

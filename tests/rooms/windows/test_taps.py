@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from llama_ssp import load
 from llama_ssp.models.cache import Taps
 from llama_ssp.models.runner import NullRunner
 from llama_ssp.ranks.comms import Comm
@@ -135,6 +136,40 @@ def test_laws_behind_a_shared_beginning_are_those_behind_texts_that_are_read_who
         assert found.keys() == laws[2].keys()
         for text, law in found.items():
             torch.testing.assert_close(law, laws[2][text])
+
+
+def test_a_head_that_begins_anew_behind_a_shared_beginning_has_the_drafts_of_a_text_that_is_read_whole(
+    tmp_path: Path,
+) -> None:
+    """Every second round is without drafts; the beginning is of a row that goes on."""
+    target, origin = draft_heads.save_small_pair(tmp_path, of_head=TAPPED)
+    runner, header, (kind, config) = loaded(target), tuple(range(40, 100)), windowed("no first tokens")
+    prompts, laws = [(*header, 1), (5, 6), (*header, 7, 8)], list[dict[tuple[int, ...], Tensor]]()
+    for reuses in (True, False):
+        seen = Seen()
+        decoder = make_head_decoder(
+            runner, kind, loaded(origin, runner), origin.layers, width=draft_heads.SMALL_WIDTH, seen=seen,
+            reuses=reuses, draft=config, batch_size=2, choices=[DraftChoice(0), DraftChoice(NUM_DRAFTED)],
+        )  # fmt: skip
+        requests = requests_of(prompts, 9)
+        requests = [replace(one, max_new_tokens=num) for one, num in zip(requests, (60, 25, 20), strict=True)]
+        assert bool(complete(decoder, requests)[2].num_reused_tokens) == reuses
+        laws.append({tuple(text): law for text, _, law in seen})
+    assert laws[0].keys() == laws[1].keys()
+    for text, law in laws[0].items():
+        torch.testing.assert_close(law, laws[1][text])
+
+
+def test_spare_rows_of_a_head_with_a_window_take_calls_of_any_length() -> None:
+    """Rows have taps by the most drafted tokens of a call, and decoders of a pair share what is spare."""
+    pair = load("tiny", {"model": "tiny-eagle", "window": 16, "sinks": 4}, spare_rows=1)
+    prompt = [*range(40, 140)]
+    wanted = pair.generate([prompt], plain=True, temperature=0, max_new_tokens=4)[0].token_ids
+    for num_drafted in (8, 2, 5):
+        how: dict[str, Any] = {"num_draft_tokens": num_drafted, "temperature": 0, "max_new_tokens": 4}
+        first, then = (pair.generate([ids], **how)[0] for ids in (prompt, [*prompt, *wanted, 50]))
+        assert first.token_ids == wanted
+        assert then.num_reused_tokens > 60
 
 
 def drafts_of(
