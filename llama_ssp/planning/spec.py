@@ -473,9 +473,10 @@ def block_sizes(most: int) -> list[int]:
 def on_block(spec: PlanSpec, size: int, *, thorough: bool = False, num_stages: int = 1) -> Iterator[PlanSpec]:
     """The spec with all layouts of a replica of `size` ranks, whose target has `num_stages` of equal numbers of ranks.
 
-    A draft is beside the last of several stages.
+    A draft is beside the last of several stages. As many stages as before keep their layers.
     """
-    ranks, spec = tuple(range(size)), replace(spec, num_stages=num_stages, layers=None)
+    layers = spec.layers if num_stages == spec.num_stages else None
+    ranks, spec = tuple(range(size)), replace(spec, num_stages=num_stages, layers=layers)
     near = ranks[: size // num_stages]
     if spec.draft is None:
         yield replace(spec, target_ranks=ranks, draft_ranks=())

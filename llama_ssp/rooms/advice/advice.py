@@ -123,9 +123,12 @@ def better_draft(spec: PlanSpec, hardware: HardwareConfig, timed: Timing) -> Ite
 
 
 def same_kind(spec: PlanSpec, size: int) -> PlanSpec | None:
-    """The spec on a block of another size, its draft placed as before; None if such a block has no such place."""
-    kinds = {DraftLayout.one_rank} if size == 1 else {spec.draft_kind}
-    return next((found for found in on_block(spec, size) if not spec.draft or found.draft_kind in kinds), None)
+    """The spec on a block of another size, its stages and draft as before; None if such a block has no such place."""
+    if size % spec.num_stages:
+        return None
+    kinds = {DraftLayout.one_rank} if size == spec.num_stages else {spec.draft_kind}
+    placed = on_block(spec, size, num_stages=spec.num_stages)
+    return next((found for found in placed if not spec.draft or found.draft_kind in kinds), None)
 
 
 def faster_on_fewer(spec: PlanSpec, hardware: HardwareConfig, timed: Timing) -> Iterator[str]:

@@ -133,6 +133,18 @@ def test_a_stage_that_does_not_fit_gets_the_numbers_of_layers_that_would() -> No
     assert found[0].spec.stages == fitting.stages
 
 
+@pytest.mark.parametrize("draft", ["tinyllama_1B", None])
+def test_other_changes_keep_the_stages_and_layers_that_were_asked_for(draft: str | None) -> None:
+    """What is advised is checked as it would run: the command still has the numbers of layers."""
+    spec = make_spec("65B", draft, num_ranks=4, num_stages=2, layers=(54, 26))
+    machine = replace(A10G, memory_bytes=40 << 30)
+    others = [found for found in changes_that_fit(spec, machine) if found.kind != "layers"]
+    assert others
+    assert {(found.spec.num_stages, found.spec.layers) for found in others} == {(2, (54, 26))}
+    assert same_kind(spec, 3) is None
+    assert [same_kind(spec, size).target_ranks for size in (2, 8)] == [(0, 1), tuple(range(8))]  # type: ignore[union-attr]
+
+
 @pytest.mark.parametrize(
     ("spec", "machine"),
     [
