@@ -33,7 +33,7 @@ from llama_ssp.ranks.gpu import selected
 from llama_ssp.ranks.process import signals_kept
 from llama_ssp.ranks.world import World
 from llama_ssp.run.chat import NO_ARGUMENTS
-from llama_ssp.run.checkpoints import find_update
+from llama_ssp.run.checkpoints import config_on, find_update
 from llama_ssp.run.decoders import Models, build_decoder, run_settings, update_models
 from llama_ssp.run.generation import note_on, with_ids, with_model_sampling
 from llama_ssp.run.interruption import stopping_on_signals
@@ -361,7 +361,7 @@ class Pair:
             speculation=SpeculationConfig(num_draft_tokens=read["num_draft_tokens"], tree=read["tree"]),
             **{name: read[name] for name in same},
         )  # fmt: skip
-        check_values(config)
+        check_values(config_on(config, self.world))
         prompts = [
             _as_prompt(number, prompt, self.tokenizer, config.chat_arguments)
             for number, prompt in enumerate(as_list(read["prompts"]), start=1)

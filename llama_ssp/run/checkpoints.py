@@ -33,7 +33,7 @@ from llama_ssp.settings.backends import BACKENDS, backend_of
 from llama_ssp.settings.checks import check_values
 from llama_ssp.settings.drafters import drafter_of, other_vocabularies, vocabulary_of
 from llama_ssp.settings.layout import Layout, lay_out
-from llama_ssp.settings.schema import ExpertParts, RunConfig
+from llama_ssp.settings.schema import DeviceKind, ExpertParts, RunConfig
 from llama_ssp.settings.weights import WEIGHTS
 from llama_ssp.storage.stored import kept_format
 from llama_ssp.weights import hub
@@ -112,13 +112,19 @@ def find_sources(
         draft = None
         if len(entries) > 1:
             draft = _check(entries[1], origins[1], loaded[1].tokenizer, num_draft_ranks, DRAFT_WHOLE, device=device)
-        check_values(config, target.origin.shape, draft.origin.shape if draft else None)
+        on_device = config_on(config, world)
+        check_values(on_device, target.origin.shape, draft.origin.shape if draft else None)
         if copied := copy_of_target(target, config):
             _check(copied[0].entry, copied[0].origin, target.tokenizer, num_target_ranks, device=device)
         _warn_of_heads(target.origin, draft.entry.name if draft else None)
         if draft and not draft.origin.shape.is_head:
             imported(vocabulary_of(config.draft).check, setting="draft")(target, draft)
     return target, draft
+
+
+def config_on(config: RunConfig, world: World) -> RunConfig:
+    """The config that says that it computes on a GPU if this rank does, for checks of what a device lacks."""
+    return replace(config, device=DeviceKind.cuda) if world.device.type == "cuda" else config
 
 
 def copy_of_target(target: Source, config: RunConfig) -> tuple[Source, int] | None:

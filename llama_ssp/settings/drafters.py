@@ -11,7 +11,7 @@ from llama_ssp.registry import Registry
 from llama_ssp.settings import schema
 from llama_ssp.settings.rules import RULES
 from llama_ssp.settings.schema import DrafterConfig, RunConfig
-from llama_ssp.settings.tasks import NoEffect
+from llama_ssp.settings.tasks import TASKS, NoEffect, request_file
 from llama_ssp.settings.trees import TreeShape
 from llama_ssp.words import said
 
@@ -231,8 +231,9 @@ def drafts_greedily(draft: DrafterConfig) -> bool:
 
 def reads_draft_probs(config: RunConfig) -> bool:
     """Whether a rule compares with the draft's probabilities, so that their bits can change what is drawn."""
-    rule, samples = RULES.find(config.verification.rule), config.sampling.temperature > 0 or config.sampling.by_row
-    return bool(drafts(config.draft) and samples and rule and rule.needs_probs)
+    rule, task = RULES.find(config.verification.rule), TASKS.find(config.task.name)
+    samples = config.sampling.temperature > 0 or config.sampling.by_row or (task and task.has_own_sampling)
+    return bool(drafts(config.draft) and rule and rule.needs_probs and (samples or request_file(config)))
 
 
 register(DrafterRecord(name=schema.NO_DRAFT, make=None))

@@ -44,6 +44,7 @@ class TaskSpec:
     shares_baseline: bool = False  # points of a sweep take over plain completions of earlier ones.
     reuses_prompts: bool = True  # False for a task that measures how long prompts are read.
     takes_turns: bool = True  # its prompts may be conversations, whose later turns follow the answers to earlier ones.
+    has_own_sampling: bool = False  # requests have sampling settings of their own.
     keeps_taps: bool = False  # it reads texts with a draft head apart from decoding them, by taps of all tokens.
     shows_times: bool = False  # it shows times, for which `speculation.forced_lengths` may make other texts.
     paths: tuple[str, ...] = ()  # settings that are paths, which the command line does not parse.

@@ -12,6 +12,7 @@ from llama_ssp.catalogue import ModelConfig
 from llama_ssp.rooms.cpu.code.instructions import has_features
 from llama_ssp.rooms.cpu.code.kinds import ATTENTION_NEEDS, BLOCK, IN_FP16, WIDEST_HEAD
 from llama_ssp.settings.combinations import Ability, on_gpus
+from llama_ssp.settings.drafters import reads_draft_probs
 from llama_ssp.settings.schema import PlanConfig, RunConfig
 from llama_ssp.storage.formats import FORMATS, NO_QUANTIZATION
 from llama_ssp.words import said
@@ -21,7 +22,8 @@ def lacking(config: RunConfig) -> str | None:
     """What the run lacks, after `reproducible=true needs`; None if nothing is known, or for a GPU."""
     if on_gpus(config):
         return None
-    models = [("model", config.model), *([("draft.model", config.draft.model)] if config.draft.model else [])]
+    draft = config.draft.model if reads_draft_probs(config) else None
+    models = [("model", config.model), *([("draft.model", draft)] if draft else [])]
     found = [problem for key, model in models for problem in (*_of_format(key, model), *_of_sizes(key, model))]
     if not found and config.reproducible and not isinstance(config, PlanConfig):  # a plan is of another machine
         found = [*_of_machine([model for _, model in models])]

@@ -119,6 +119,7 @@ SERVE = TaskSpec(
     config=ServeConfig,
     run="llama_ssp.rooms.serve.http:serve",
     reads_prompts=lambda _config: False,
+    has_own_sampling=True,
     paths=("api_key_file",),
     ranges=(
         ("port", lambda n: 0 <= n < 1 << 16, "between 0 and 65535, for example 8000"),
