@@ -22,11 +22,13 @@ def lacking(config: RunConfig) -> str | None:
     """What the run lacks, after `reproducible=true needs`; None if nothing is known, or for a GPU."""
     if on_gpus(config):
         return None
-    draft = config.draft.model if reads_draft_probs(config) else None
-    models = [("model", config.model), *([("draft.model", draft)] if draft else [])]
-    found = [problem for key, model in models for problem in (*_of_format(key, model), *_of_sizes(key, model))]
+    draft = config.draft.model
+    found = [*_of_format("model", config.model), *_of_sizes("model", config.model)]
+    of_draft = [*_of_format("draft.model", draft), *_of_sizes("draft.model", draft)] if draft else []
+    if not found and of_draft and reads_draft_probs(config):
+        found = of_draft
     if not found and config.reproducible and not isinstance(config, PlanConfig):  # a plan is of another machine
-        found = [*_of_machine([model for _, model in models])]
+        found = [*_of_machine([config.model, *([draft] if draft and reads_draft_probs(config) else [])])]
     return found[0] if found else None
 
 
