@@ -172,9 +172,7 @@ def answers(folder: Path, rooms: Sequence[str]) -> None:
     if figures_of(printed(plan)) != figures_of(wanted_plan):
         sys.exit("another plan")
     shown = "".join(map(printed, others[: len(HELPS)]))
-    left = "".join(
-        file.read_text() for file in folder.glob("llama_ssp/rooms/*/records.py")
-    )  # may have it too
+    left = "".join(file.read_text() for file in folder.glob("llama_ssp/rooms/*/records.py"))  # may have it too
     for (room, asked), answer in zip(all_asked, others[len(HELPS) :], strict=True):
         kind, _, name = asked.partition("=")
         names = {"command": f"llama-ssp {name}", "setting": f" {name}="}.get(kind, asked)
