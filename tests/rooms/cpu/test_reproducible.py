@@ -10,13 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from llama_ssp.errors import ConfigError
 from llama_ssp.kernels.linear import NativeLinear
 from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.models.prefill import Buckets, Held, Prompts, read_prompts
 from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.rooms.cpu.code.instructions import has_features
+from llama_ssp.settings.checks import check_values
 from llama_ssp.storage.formats import format_of
+from tests.helpers.doors import config_of
 from tests.helpers.fake_comm import on_ranks, thread_comms
 from tests.helpers.lanes import heavy
 from tests.helpers.models import build_checkpoint, load_lean
@@ -146,3 +149,11 @@ def test_chunks_of_a_prompt_begin_and_end_where_its_own_positions_say(
         return dict(chunks)
 
     assert read([0, 1]) == read([0]) | read([1])
+
+
+def test_a_draft_whose_probabilities_no_rule_reads_may_be_of_any_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llama_ssp.rooms.cpu.equal_bits._of_machine", lambda _models: ())
+    words = ["model=tiny", "draft=gpt_neo_1.3B", "device=cpu", "reproducible=true"]
+    check_values(config_of([*words, "sampling=greedy"]))
+    with pytest.raises(ConfigError, match="gpt_neo models run on the modules"):
+        check_values(config_of([*words, "sampling.temperature=0.7"]))

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import yaml
 
+from llama_ssp.architectures import engine
 from llama_ssp.architectures.matrices import Inventory
 from llama_ssp.catalogue import CONFIG_FILE, Dtype, ModelConfig
 from llama_ssp.machines import hardware
@@ -14,6 +15,8 @@ from llama_ssp.planning.memory import GIB, memory
 from llama_ssp.planning.model import PlannedModel, planned_model
 from llama_ssp.planning.spec import PlanSpec
 from llama_ssp.planning.weights import model_bytes, rank_shares
+from llama_ssp.weights.checkpoint import shape_of
+from tests.helpers.models import tiny_config
 from tests.helpers.planning import make_spec
 from tests.helpers.repository import ROOT
 
@@ -97,3 +100,19 @@ def test_the_time_of_a_step_is_that_on_the_page(name: str, model: PlannedModel) 
     assert read_bytes(model, num_rows) == pytest.approx(weights_bytes, rel=0.005)
     assert weights_bytes / MACHINE.read_bytes_per_s * 1e3 == pytest.approx(float(weights_ms), rel=0.005)
     assert 1.13 < found.matrices_s * 1e3 / float(weights_ms) < 1.34
+
+
+def test_a_gpu_has_sums_of_latents_for_the_last_tokens_of_prompts_and_not_of_all_rows_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of a chunk 21 tokens read latents: 64 x 32 / (2 x 64 - 32); more tokens expand them."""
+    sizes = {"kv_lora_rank": 64, "qk_rope_head_dim": 16, "head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16}
+    shape = shape_of(tiny_config("deepseek_v3", **sizes, max_position_embeddings=8192))
+    model = PlannedModel(name="mine", shape=shape, dtype=Dtype.bf16, quantization="none", by_library=True)
+    spec = make_spec(model, batch_size=32, prompt_tokens=4000, max_new_tokens=64, acceptance=None, num_draft_tokens=0)
+    of_position, planned = 4 * shape.num_attention_heads * engine.latent_parts(4096) * (64 + 1), []
+    for most in (40, 100, 10**6):
+        monkeypatch.setattr(engine, "LATENT_SUMS_BYTES", most * of_position)
+        spec = replace(spec, max_new_tokens=spec.max_new_tokens + 1)  # known specs are not computed again
+        planned.append(memory(spec, MACHINE)[0].activations_bytes)
+    assert [planned[1] - planned[0], planned[2] - planned[1]] == [60 * of_position, (32 * 21 - 100) * of_position]

@@ -9,6 +9,7 @@ from llama_ssp import Pair
 from llama_ssp.rooms.serve.inbox import RequestError
 from llama_ssp.rooms.serve.protocol import BodyReader
 from llama_ssp.settings.combinations import table
+from llama_ssp.settings.drafters import reads_draft_probs
 from tests.helpers.doors import config_of, has_sentence, patch, save_models, words_of
 from tests.helpers.in_process import launch
 from tests.helpers.lanes import first
@@ -44,3 +45,12 @@ def test_a_request_is_refused_what_its_server_cannot_combine(pair: Pair) -> None
         with pytest.raises(RequestError, match=r"temperature 0 only|without penalties") as caught:
             reader.read({"prompt": "def f", field: 0.7}, is_chat=False)
         assert caught.value.status == 400
+
+
+def test_bits_of_a_draft_count_where_requests_may_sample(tmp_path: Path) -> None:
+    """At any temperature that a client asks for, whatever the run's own is."""
+    file = tmp_path / "batch.jsonl"
+    file.write_text(json.dumps({"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x"}}))
+    for words in (["task=serve"], ["task=generate", f"prompts={file}"]):
+        assert reads_draft_probs(config_of([*words, "sampling=greedy"])), words
+    assert not reads_draft_probs(config_of(["task=generate", "sampling=greedy"]))

@@ -10,7 +10,6 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM
 
 from llama_ssp import catalogue
-from llama_ssp.architectures import engine
 from llama_ssp.architectures.engine import BUCKET_STEP, ENGINE_KERNELS, MOST_GRAPHED_BUCKETS
 from llama_ssp.architectures.family import inventory
 from llama_ssp.architectures.matrices import WholeParts, split_model
@@ -204,22 +203,6 @@ def test_what_latents_are_made_into_is_planned_as_torch_allocates_it(  # noqa: P
     (planned,) = memory(spec, CPU)
     by_torch = positions > 1 and not model.has_latent_kernel(CPU)
     assert planned.activations_bytes == pytest.approx(most, rel=0.02 if by_torch else 0.1)
-
-
-def test_a_gpu_has_sums_of_latents_for_the_last_tokens_of_prompts_and_not_of_all_rows_at_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Of a chunk 21 tokens read latents: 64 x 32 / (2 x 64 - 32); more tokens expand them."""
-    sizes = {"kv_lora_rank": 64, "qk_rope_head_dim": 16, "head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16}
-    shape = shape_of(tiny_config("deepseek_v3", **sizes, max_position_embeddings=8192))
-    model = PlannedModel(name="mine", shape=shape, dtype=Dtype.bf16, quantization="none", by_library=True)
-    spec = make_spec(model, batch_size=32, prompt_tokens=4000, max_new_tokens=64, acceptance=None, num_draft_tokens=0)
-    of_position, planned = 4 * shape.num_attention_heads * engine.latent_parts(4096) * (64 + 1), []
-    for most in (40, 100, 10**6):
-        monkeypatch.setattr(engine, "LATENT_SUMS_BYTES", most * of_position)
-        spec = replace(spec, max_new_tokens=spec.max_new_tokens + 1)  # known specs are not computed again
-        planned.append(memory(spec, A100)[0].activations_bytes)
-    assert [planned[1] - planned[0], planned[2] - planned[1]] == [60 * of_position, (32 * 21 - 100) * of_position]
 
 
 def test_every_part_of_a_row_has_its_own_sums_in_a_round() -> None:

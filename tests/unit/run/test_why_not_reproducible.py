@@ -1,15 +1,12 @@
 """`reproducible=true` says in one sentence what loaded models lack that no check of settings could know."""
 
-from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
 
-from llama_ssp.errors import ConfigError
 from llama_ssp.run.decoders import _why_not_reproducible, are_reproducible
-from llama_ssp.settings.checks import check_values
 from tests.helpers.doors import config_of
 
 
@@ -25,15 +22,11 @@ def test_a_sentence_names_what_lacks(device: str, words: str) -> None:
     assert words in _why_not_reproducible(models)
 
 
-def test_a_draft_counts_where_a_rule_compares_with_its_probabilities(tmp_path: Path) -> None:
-    """Requests of a server or a batch file may sample at any temperature."""
-    batch = tmp_path / "batch.jsonl"
-    batch.write_text('{"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x"}}')
+def test_a_draft_counts_where_a_rule_compares_with_its_probabilities() -> None:
     models: Any = Mock(reuse=Mock(are_invariant=False), target=Mock(is_invariant=True), prepared=None)
     for words, expected in (
         ("sampling=greedy", True), ("verification=coupled sampling.temperature=0.7", True),
         ("sampling.temperature=0.7", False), ("draft=none sampling.temperature=0.7", True),
-        ("task=serve sampling=greedy", False), (f"task=generate prompts={batch} sampling=greedy", False),
     ):  # fmt: skip
         assert are_reproducible(models, config_of(words.split())) is expected, words
     models.target.is_invariant = False
@@ -47,10 +40,3 @@ def test_a_copy_of_the_target_counts_as_a_draft_does() -> None:
     assert are_reproducible(models, config_of(["sampling=greedy"]))
     models.prepared.is_invariant = True
     assert are_reproducible(models, config_of(["sampling.temperature=0.7"]))
-
-
-def test_a_draft_whose_probabilities_no_rule_reads_may_be_of_any_kind_on_a_cpu() -> None:
-    words = ["model=tiny", "draft=gpt_neo_1.3B", "device=cpu", "reproducible=true"]
-    check_values(config_of([*words, "sampling=greedy"]))
-    with pytest.raises(ConfigError, match="gpt_neo models run on the modules"):
-        check_values(config_of([*words, "sampling.temperature=0.7"]))
