@@ -89,6 +89,10 @@ class PackedLinear(Linear):
             y_MO = self._sum(x_MI, residual_MO, self._packed, self._bias_O, "add")
         return y_MO
 
+    def __deepcopy__(self, memo: object) -> "PackedLinear":
+        """Copy the layer; torch does not copy packed weights by itself."""
+        return PackedLinear(self._packed.to_dense(), self._bias_O)
+
 
 class HalfLinear(Linear):
     """FBGEMM's product of fp32 rows with a weight in fp16, which is widened in registers: half the bytes to read.

@@ -2,13 +2,15 @@
 
     python -m tests.rooms.without                # all rooms at once, quickly: imports, lint, types, answers, fast tests
     python -m tests.rooms.without serve slurm    # these
-    python -m tests.rooms.without --whole serve  # these, with all default tests of what is left
+    python -m tests.rooms.without --whole serve  # these, with the tests of README's command that are left
+    python -m tests.rooms.without --whole --halves      # half of the rooms, several times; see `halves`
 
 The texts and figures of the copy are compared with those of the repository. Ends with 1 if something does not stand.
 """
 
 import argparse
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -51,6 +53,16 @@ def with_dependent(rooms: Sequence[str]) -> tuple[str, ...]:
     return (*rooms, *(name for name, needed in manifest.NEEDS.items() if needed in rooms and name not in rooms))
 
 
+def halves(rooms: Sequence[str]) -> list[list[str]]:
+    """Divide rooms in two by each bit of their places, and return both parts.
+
+    For every two rooms there is a part that has the first and not the second: what a room or a test needs of another
+    room fails in one of the copies, and so does whatever the core needs of one.
+    """
+    bits = range((len(rooms) - 1).bit_length())
+    return [[name for place, name in enumerate(rooms) if place >> bit & 1 == part] for bit in bits for part in (0, 1)]
+
+
 def copy_without(rooms: Sequence[str], folder: Path) -> Path:
     """Copy every file of the repository but those of the rooms, of what needs them, and of their tests."""
     gone = tuple(
@@ -68,9 +80,10 @@ def copy_without(rooms: Sequence[str], folder: Path) -> Path:
     return folder
 
 
-def python(folder: Path, *words: str) -> str:
-    """Run Python in a folder; returns what it printed, or ends this program with it."""
-    ended = subprocess.run([sys.executable, *words], cwd=folder, capture_output=True, text=True, check=False)
+def python(folder: Path, *words: str, **variables: str) -> str:
+    """Run Python in a folder, with variables of its own; returns what it printed, or ends this program with it."""
+    own = {**os.environ, **variables}
+    ended = subprocess.run([sys.executable, *words], cwd=folder, env=own, capture_output=True, text=True, check=False)
     if ended.returncode:
         sys.exit(f"{' '.join(words)}\n{ended.stdout[-6000:]}{ended.stderr[-6000:]}")
     return ended.stdout
@@ -158,12 +171,12 @@ def words_for(asked: str, folder: Path) -> list[str]:
 def answers(folder: Path, rooms: Sequence[str]) -> None:
     """Check what the program of a copy says.
 
-    A run, started as a user starts it, and a plan are those of the repository; help names nothing that asks for the
-    rooms, and who asks gets a sentence that names the room.
+    A run, started as a user starts it on a new machine, and a plan are those of the repository; help names nothing that
+    asks for the rooms, and who asks gets a sentence that names the room.
     """
     all_asked = [(room, asked) for room in rooms for asked in manifest.ROOMS[room]]
     with tempfile.TemporaryDirectory() as name:
-        text = python(folder, "-m", "llama_ssp", *RUN, f"run_dir={name}/own")
+        text = python(folder, "-m", "llama_ssp", *RUN, f"run_dir={name}/own", XDG_STATE_HOME=name)
         wanted, wanted_plan = map(printed, ask(ROOT, [[*RUN, f"run_dir={name}/wanted"], PLAN]))
     words = [words_for(asked, folder) for _, asked in all_asked]
     plan, *others = ask(folder, [PLAN, *HELPS, *words])
@@ -198,15 +211,23 @@ def main(words: Sequence[str]) -> None:
     """Check a copy without the rooms that the words name."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("rooms", nargs="*", metavar="ROOM", help="by default all")
-    parser.add_argument("--whole", action="store_true", help="all tests of .ci/run")
+    parser.add_argument("--halves", action="store_true", help="take out half of them at a time")
+    parser.add_argument("--whole", action="store_true", help="all tests of README's command")
+    parser.add_argument("--seconds", action="store_true", help="all tests of .ci/run")
     given = parser.parse_args(words)
-    rooms = [name for name in with_dependent(given.rooms or manifest.present()) if "." not in name]
+    chosen = given.rooms or manifest.present()
+    options = ["--seconds"] if given.seconds else [] if given.whole else FAST_TESTS
+    for out in halves(chosen) if given.halves else [chosen]:
+        check([name for name in with_dependent(out) if "." not in name], options)
+
+
+def check(rooms: Sequence[str], options: Sequence[str]) -> None:
+    """Check a copy without rooms; the options are those of pytest."""
     with tempfile.TemporaryDirectory() as folder:
         copy = copy_without(rooms, Path(folder))
 
         def tests() -> None:
-            words = ["-m", "pytest", "-q", "-p", "no:cacheprovider", *(["--seconds"] if given.whole else FAST_TESTS)]
-            print(skipped(python(copy, *words), rooms))
+            print(skipped(python(copy, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options), rooms))
 
         steps: dict[str, Callable[[], object]] = {
             "imports": lambda: imports(copy),

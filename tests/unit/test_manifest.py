@@ -1,5 +1,6 @@
 """Every room is in the manifest, and who asks for one that was taken out reads its name."""
 
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from llama_ssp.settings.commands import COMMANDS
 from llama_ssp.settings.tasks import REQUEST_FILES, TASKS
 from tests.helpers import rooms
 from tests.helpers.composed import compose_run
+from tests.rooms.without import halves
 
 ASKED = [(room, words) for room, asked in manifest.ROOMS.items() for words in asked if room in manifest.present()]
 
@@ -94,3 +96,9 @@ def test_a_test_is_skipped_for_a_missing_room_that_it_imports_or_asks_for(
     assert rooms.missing_in(text) == found
     monkeypatch.setattr(rooms, "PRESENT", ("serve",))
     assert rooms.missing_in(text) is None
+
+
+def test_halves_of_the_rooms_part_every_two_of_them() -> None:
+    parts = [*map(set, halves([*manifest.ROOMS]))]
+    for gone, kept in permutations(manifest.ROOMS, 2):
+        assert any(gone in part and kept not in part for part in parts)
