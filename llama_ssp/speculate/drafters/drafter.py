@@ -26,7 +26,7 @@ from llama_ssp.speculate.sampling.trees import Level, ReadLevel, Tree
 from llama_ssp.workspaces import PerBucket, Workspace
 
 _AHEAD = 64.0
-"""Between the score of a forced token and the next best, where a tree takes the best."""
+"""The lead of a forced token's score over the next best one, where a tree takes the best."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,13 +36,13 @@ class DrafterParts:
     Attributes:
         num_draft_tokens: the most tokens that a round drafts.
         vocab_size: V of the target.
-        runner: the draft model or this rank's slice of it, for kinds of draft that have a model; of a draft head what
-            its source names.
+        runner: the draft model or this rank's slice of it, for kinds of draft that have a model; for a draft head the
+            runner that its source names.
         comm: the ranks that share the draft model; None if it is not split.
         taps: of the target, for a draft head.
         tree: of the drafted tokens; None for a chain.
         num_ahead: the most drafted tokens that wait for verification when a round begins.
-        first_row: the first of the rows that this rank drafts, by the number of all; 0 where it drafts all.
+        first_row: from the number of all rows, the first one that this rank drafts; 0 where it drafts all.
         target: this rank's part of the target, whose weights and cache a draft may read.
         prepared: what `prepare` of the record of the draft, or of its vocabulary, has read; None without it.
     """

@@ -44,8 +44,8 @@ def make_drafters(  # noqa: PLR0913 - all that a rank's drafters are made of
 
     `runner` is the draft model or this rank's slice of it, None on ranks without one. `split` divides the rows among
     ranks that each hold the whole draft model. `taps` are the target's, if the draft is a head; for `prepared` see
-    `DrafterParts`. `shard` is of the draft's logits, `steps` shared with the target's rule. `drawing` makes
-    another rule of theirs, which they draw by in its place. Raises ConfigError if the code of a kind of draft cannot be
+    `DrafterParts`. `shard` is of the draft's logits, `steps` shared with the target's rule. `drawing` turns the
+    drafters' rule into the one that they draw by. Raises ConfigError if the code of a kind of draft cannot be
     imported.
     """
     layout, num_draft_tokens = mesh.layout, config.most_draft_tokens

@@ -33,7 +33,7 @@ class BatchSpace:
         self.buckets, self.held = Buckets(step=self.bucket_step, num_slots=0), HeldTexts(batch_size, step=1)
 
     def make(self, requests: Sequence[Request], *, reuses: bool) -> None:
-        """Allocate caches for these and all earlier requests; unless it `reuses` texts, nothing is held of any."""
+        """Allocate caches for these and all earlier requests; unless it `reuses` texts, forget all that rows hold."""
         longest = most_new = 0
         for request in requests:
             most_new = max(most_new, request.max_new_tokens)
@@ -61,7 +61,7 @@ class BatchSpace:
             self._spare.keep(row, spare - self._batch_size, num_tokens)
 
     def place(self, prompts: Sequence[tuple[int, ...]], free: Sequence[int]) -> list[PromptRow]:
-        """Give each prompt a free row; see `HeldTexts.place`. What spare rows hold of it is in its own row then."""
+        """Give each prompt a free row, and copy to it what a spare row holds of the prompt; see `HeldTexts.place`."""
         places = self.held.place(prompts, free)
         for number, place in enumerate(places):
             num_tokens, source, _ = place.target

@@ -66,7 +66,7 @@ def filled(form: Values, tensors: Iterator[Any]) -> Values:
 
 
 def _buckets_of(key: tuple[Any, ...]) -> Iterator[int]:
-    """The buckets in a key of a stage: its own, and those of the stages whose results it reads."""
+    """The buckets in a key of a stage: its own, and the buckets of the stages whose results it reads."""
     _, _, bucket, *behind = key
     yield bucket
     for one in behind:

@@ -16,9 +16,9 @@ are taken from it: chunks that another prompt shares, or all whole chunks if non
     row 0    | header .... S question 0 | answer       another prompt has the header as well
     row 1    | first turn ....... S     | answer       the next turn goes on from S; the rest of the chunk is read again
 
-If a draft head sees a window, the taps before the newest tokens of a text are gone. The head needs those before the end
-of a prompt: a prompt that is longer than all that a row has read takes all that they have in common, and a shorter one
-the tokens before its own window, whose taps are written again.
+If a draft head sees a window, the taps before the newest tokens of a text are gone, and the head needs the taps before
+the end of a prompt. So a prompt longer than the text that a row has read takes all tokens that they share, and a
+shorter one the tokens before its own window, whose taps are written again.
 """
 
 from collections.abc import Iterable, Sequence
@@ -126,7 +126,7 @@ class HeldTexts:
         self._texts[row] = text._replace(ids=(*text.ids, *ids))
 
     def end(self, row: int, num_read: int) -> None:
-        """Enter that a row has read so many tokens, and reads no more."""
+        """Enter that a row has read `num_read` tokens, and reads no more."""
         self._texts[row] = self._texts[row]._replace(num_read=num_read)
 
     def keep(self, row: int) -> tuple[int, int] | None:
@@ -154,11 +154,11 @@ class HeldTexts:
             self._used[row] = self._num_uses
 
     def num_held(self, ids: tuple[int, ...]) -> int:
-        """Number of tokens of a prompt that some row holds and it can take."""
+        """Number of tokens of a prompt that some row holds and the prompt can take."""
         return self._begun(0, ids, dict(enumerate(self._texts))).target.num_tokens
 
     def place(self, prompts: Sequence[tuple[int, ...]], free: Sequence[int]) -> list[PromptRow]:
-        """Give each prompt a free row, that which holds most of it, and enter the prompts."""
+        """Give each prompt the free row that holds most of it, and enter the prompts."""
         left, rows = [*free], []
         for ids in prompts:
             row, _ = self._longest(ids, {row: self._texts[row] for row in left})
@@ -209,7 +209,7 @@ class HeldTexts:
         return PromptRow(row, target, draft)
 
     def _with_taps(self, ids: tuple[int, ...], most: int, num_read: int | None) -> int:
-        """How many of the first tokens of a prompt, at most `most`, a row has all taps for that are needed."""
+        """Count the first tokens of a prompt, at most `most`, that can come from a row without missing taps."""
         if num_read is not None and len(ids) > num_read:
             return most
         before = max(len(ids) - 1 - (self._num_tapped or 0), 0)

@@ -431,7 +431,7 @@ class Decoding:
         self.round.clear(rows)
 
     def _free(self, owner: RowCompletion, reason: FinishReason, *, in_draft: bool = False) -> int:
-        """End a completion, and free its row; returns that."""
+        """End a completion, and free its row; returns the row."""
         owner.end(reason, in_draft=in_draft)
         row = self.rows.leave(owner)
         self._unread.forget(row)

@@ -40,7 +40,7 @@ class Vocabulary(NamedTuple):
 
 
 class Constraint(Protocol):
-    """What one text may go on with, as the text grows; on the host of every rank.
+    """The tokens that one text may go on with, as it grows; on the host of every rank.
 
     Attributes:
         may_end: the text may end here.

@@ -16,7 +16,7 @@ class Update(NamedTuple):
     """New tokens of one completion; the first `num_drafted` were drafted, the target chose the rest.
 
     Attributes:
-        rejected_ids: drafted tokens in whose place the target chose the last new one, and those after them.
+        rejected_ids: drafted tokens in whose place the target chose the last new one, and drafted tokens after them.
     """
 
     completion: RowCompletion

@@ -41,7 +41,7 @@ class RowTable:
 
 
 def computed_rows(rows: Sequence[int], *, most: int) -> list[int]:
-    """The rows that a round of these computes: their first one again up to one of few sizes, at most `most`.
+    """The rows of a round for these: repeats the first one up to the next of few sizes, at most `most`.
 
     Sizes are powers of two, and half as many more, since each has its own traces.
     """

@@ -1,4 +1,4 @@
-"""Rows beside those of a batch, for texts that have ended: no round reads or writes them.
+"""Rows beside the rows of a batch, for texts that have ended: no round reads or writes them.
 
     rows of the batch   | header ........ | question 1 | answer |        ends: its text is copied to a spare row
     spare rows          | header ........ | question 1 | answer |        until room is needed

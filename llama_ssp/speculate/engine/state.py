@@ -29,9 +29,9 @@ from llama_ssp.speculate.sampling.uniforms import PER_DRAW, UniformTable, prompt
 
 _ALL_DRAFTED = 2**31
 _MOST_UNIFORMS = 2**20
-"""Made at a time."""
+"""The most uniforms that are made at a time."""
 _GOLDEN = (math.sqrt(5) - 1) / 2
-"""The fractions of its multiples are spread evenly, also over a few of them in sequence."""
+"""The golden ratio's fraction: fractions of its multiples are spread evenly, also of a few in sequence."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,7 +89,7 @@ class BatchState(NamedTuple):
         most_drafted_B: the most drafted tokens that a round of each row accepts; above every draft where it takes all.
         sampling_BX: settings of each row (`sampling.by_row`); X is 0 if all rows have the settings of the run.
         uniforms_BMN: all uniforms the rows can need; index M is for the round that begins M tokens after the prompt.
-        places_B: of the rows, among those of the caches; empty if these are all of them, in order.
+        places_B: the numbers of the rows among the rows of the caches; empty if they are all of them, in order.
     """
 
     tokens_BS: Tensor

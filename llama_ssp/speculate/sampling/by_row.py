@@ -52,8 +52,8 @@ class RowSteps:
 
     Attributes:
         truncates, penalizes: a row needs this step.
-        has_greedy: the same, or another step is needed, which costs more.
-        most: as many rows as truncate, and as are penalized, or more: one of few numbers, so that few graphs do.
+        has_greedy: a row is greedy, or needs another step, which costs more than the one for greedy rows.
+        most: at least the rows that truncate, and the rows that are penalized: one of few numbers, for few graphs.
         limits: a row takes fewer drafted tokens than others.
     """
 

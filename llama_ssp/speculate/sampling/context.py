@@ -23,8 +23,8 @@ class Rows(NamedTuple):
 
     Drafted tokens may follow the text; later slots are undefined. For `sampling_BX` see `by_row`. `forced_BK` has
     tokens that a drafter takes in place of its own, and -1 elsewhere; K is 0 if there are none. A row goes on up to
-    `limits_B` tokens; without numbers all rows do. `places_B` are their rows in caches, and in tables of a drafter's
-    own; there are none if these are all rows, in order.
+    `limits_B` tokens; if that is empty, all rows go on. `places_B` are their rows in caches, and in tables of a
+    drafter's own; it is empty if these are all rows, in order.
     """
 
     tokens_BS: Tensor

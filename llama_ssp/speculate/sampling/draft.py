@@ -135,9 +135,9 @@ class Draft(NamedTuple):
     """Drafted tokens, the law that each was drawn from, and their tree.
 
     Attributes:
-        num_B1: how many tokens of a chain count in each row, above K where all do; those after them are as if they had
-            not been drafted. Whether a token counts may depend on the text and the tokens before it, not on itself or
-            later ones. Empty if all tokens of all rows count.
+        num_B1: the number of tokens of a chain that count in each row, above K where all do; the others are as if they
+            had not been drafted. Whether a token counts may depend on the text and the tokens before it, not on itself
+            or later ones. Empty if all tokens of all rows count.
     """
 
     ids_BK: Tensor
