@@ -30,8 +30,8 @@ On an H200, 5 queries over 2048 slots of 32 heads took 25 us with 128 programs, 
 of 1000 slots and 8 key-value heads took 48, 52 and 74.
 """
 LATENT_PARTS, LATENT_QUERIES = (64, 64, 512), 32
-"""Attention to latents on a GPU cuts a text into so many parts of so many slots, then into longer ones; the most
-queries of a program that reads one."""
+"""The parts into which attention to latents on a GPU cuts a text: the number of short ones, their slots, and the slots
+of the longer ones after them; and the most queries of a program that reads a part."""
 LATENT_SUMS_BYTES = 2**28
 """Sums of these parts that are kept at once: a prompt's last tokens, read in many rows, would take gigabytes."""
 EQUAL_PARTS_BYTES, _EQUAL_ROWS = 2**26, 32
@@ -98,7 +98,7 @@ def most_drafted_for(context: int, num_steps: int) -> int:
 
 
 def window_slots(num_kept: int, num_drafted: int) -> int:
-    """Cache slots of a row of a draft that keeps `num_kept` tokens, with those that it reads at once and drafts."""
+    """Cache slots of a row of a draft that keeps `num_kept` tokens, with room for what it reads at once and drafts."""
     return whole_steps(num_kept + CATCH_UP_CHUNK + num_drafted + 1)
 
 

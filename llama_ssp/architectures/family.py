@@ -34,7 +34,7 @@ def kinds() -> Mapping[str, Mapping[str, Any]]:
 
 
 class Chunk(int):
-    """A window that begins at a multiple of so many positions, and not so many before each token's own."""
+    """A window that begins at the last multiple of its size, not that many positions before each token."""
 
 
 _SLIDING, _FULL, _CHUNKED = "sliding_attention", "full_attention", "chunked_attention"

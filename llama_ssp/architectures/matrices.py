@@ -206,7 +206,7 @@ class RankShard:
         own, keys = self.heads.query_heads, self.heads.kv_heads
         if len(own) == group * len(keys):
             return (_times(keys, (group + 2) * dim),)
-        first = 2 * dim * keys.start  # keys and values before those of the one head, some of whose queries are here
+        first = 2 * dim * keys.start  # keys and values of the heads before the one head, some of whose queries are here
         return _behind(first, _times(own, dim)), _behind(first + group * dim * (keys.start + 1), range(2 * dim))
 
     def num_of(self, num_units: int) -> int:

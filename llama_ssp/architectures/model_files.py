@@ -192,7 +192,7 @@ def change_alone(where: str, folder: Path, names: Iterable[str]) -> str | None:
 def read_json(file: Path, kinds: Mapping[str, Kind] = MappingProxyType({})) -> dict[str, Any]:
     """Read a JSON object; CheckpointError if it is unreadable, too large or deep, or has a field of another type.
 
-    `kinds` are those of the fields of a file that this module does not know.
+    `kinds` are the types of the fields of a file that this module does not know.
     """
     try:
         content = json.loads(_read_bytes(file).decode("utf-8"), object_hook=_decoded)

@@ -102,8 +102,8 @@ def read_config(folder: Path, *, describes: bool = True, of: DraftHead | None = 
 
     A file that is missing, not JSON, or without a size raises CheckpointError, a family that is not read
     PlacementError. The sentence of a run that refuses the model is in `refusal`. If a plan `describes` it, a family
-    without a record has the modules of the library, where that is installed. With `of` the sizes are those of such a
-    head in its files, which need the library.
+    without a record has the modules of the library, where that is installed. With `of` the sizes are of a head of this
+    kind in the files of its target, which needs the library.
     """
     file = folder / CONFIG_FILE
     refuse_other_kinds(folder)

@@ -45,7 +45,7 @@ _CHECKED_LENGTHS = 1000, 300, 77
 VarlenAttention = Callable[..., Tensor]
 """Maps queries (Q, H, D), keys and values (S, N, D) and `Sequences` to (Q, H, D); `scale` and `window` are keywords.
 
-The last query of a sequence sees all of its slots, or the last `window` of them if that is no None.
+The last query of a sequence sees all of its slots, or the last `window` of them if that is not None.
 """
 
 

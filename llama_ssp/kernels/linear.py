@@ -4,7 +4,7 @@ All kernels compute y = x W^T + b and agree up to rounding. For the few rows of 
 product of a CPU stays far below memory bandwidth. `make_linear` takes the first of these that can be had:
 
     kernel          weights                                                  elsewhere
-    an operator     those of which the device has a faster product           `operators`
+    an operator     any for which the device has a faster product            `operators`
     `HalfLinear`    fp32 that fp16 holds, of any size                        FBGEMM
     `PackedLinear`  others that may be copied (tied ones may not)            oneDNN
     `PlainLinear`   all                                                      torch
@@ -25,7 +25,7 @@ from torch.nn import functional
 from llama_ssp import operators
 
 _FEW_ROWS = 5
-"""For which oneDNN packs a weight."""
+"""The number of rows for which oneDNN packs a weight."""
 _HALF_TOP = 14
 """Exponent of a scaled weight's largest value; fp16 ends at 2^16."""
 _BLOCK_ROWS = 512
@@ -152,7 +152,7 @@ def native_of(linear: Linear) -> NativeLinear | None:
 
 
 def compiled_for(storage: str, shape: torch.Size, device: torch.device) -> Callable[..., NativeLinear] | None:
-    """What makes a layer of packed weights, scales and a bias in a storage format; None where torch unpacks them."""
+    """The function that makes a layer of packed weights, scales and a bias; None where torch unpacks them."""
     found: Callable[..., NativeLinear] | None = operators.made("packed_linear", device.type, storage, shape)
     return found
 

@@ -64,7 +64,7 @@ class StaticCache(Workspace):
         reads_by_length: forwards read rows by their lengths.
 
     Attributes:
-        num_layers: of those with keys and values.
+        num_layers: layers with keys and values.
         num_rows, num_slots: B and S.
         shown: the buffers of all layers, by bucket; None before all have been written.
     """
@@ -93,7 +93,7 @@ class StaticCache(Workspace):
         return CacheView(self.buffers(bucket, in_rows=in_rows), slots_M, rows_B, self._kept)
 
     def _slots(self, slots_BT: Tensor, cache_rows_B: Tensor | None) -> Tensor:
-        """Some slots of each row (M,) among those of all rows; for the rows see `Runner.forward`."""
+        """Number some slots of each row among the slots of all rows, (M,); for the rows see `Runner.forward`."""
         first_B1 = self._first_slot_B1 if cache_rows_B is None else self._first_slot_B1.index_select(0, cache_rows_B)
         return (first_B1 + slots_BT).flatten()
 
@@ -166,7 +166,7 @@ class StaticCache(Workspace):
         self.put_slots(to_BC, layers, other.slots(from_BC, layers, cache_rows_B), cache_rows_B)
 
     def slots(self, slots_BT: Tensor, layers: Collection[int], cache_rows_B: Tensor | None = None) -> list[Tensor]:
-        """What some slots of each row hold, (2 N, B * T, W) of each of these layers."""
+        """Read some slots of each row: (2 N, B * T, W) of each of these layers."""
         slots_M = self._slots(slots_BT, cache_rows_B)
         return [parts.index_select(1, slots_M.to(parts.device)) for parts in self._parts_of(layers)]
 
@@ -220,7 +220,7 @@ class StaticCache(Workspace):
     def _zeros(
         self, number: int, device: torch.device, *, heads: Sequence[int], width: int, num_slots: int | None = None
     ) -> Tensor:
-        """Make a layer's buffer, of all slots if not of other ones."""
+        """Make a layer's buffer, with as many slots as the cache if `num_slots` is None."""
         sizes = *heads, self.num_rows, self.num_slots if num_slots is None else num_slots, width
         # A tensor made in inference mode could not be written outside of it.
         with torch.inference_mode(mode=False):
@@ -259,7 +259,7 @@ class CacheView(NamedTuple):
     def update_joint(
         self, keys_MND: Tensor, values_MND: Tensor, number: int, *, unpacks: bool = True
     ) -> tuple[Tensor, Tensor]:
-        """As `update` of keys and values of different widths, or of both parts of a latent: they lie side by side.
+        """Write as `update` does keys and values of different widths, or both parts of a latent, side by side.
 
         Unless it `unpacks` them, they are returned as they are kept.
         """
@@ -294,7 +294,7 @@ def _causal_rows(capacity: int, *, window: int | None, dtype: torch.dtype, devic
 
 
 def _begun_rows(capacity: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """As `_causal_rows`, the mask of all slots from a position on: minus infinity before it."""
+    """The mask of all slots from a position on, minus infinity before it; rows as in `_causal_rows`."""
     line = torch.zeros(2 * capacity, dtype=dtype, device=device)
     line[: capacity - 1] = float("-inf")
     return line.as_strided((capacity, capacity), (1, 1))
@@ -303,11 +303,11 @@ def _begun_rows(capacity: int, *, dtype: torch.dtype, device: torch.device) -> T
 class Masks(Workspace):
     """The masks of all layers of a model, one for each distinct window; see `_causal_rows`.
 
-    The mask of a `Chunk` is the causal one and that from the chunk's first position on.
+    The mask of a `Chunk` is the causal one plus the mask of all slots from the chunk's first position on.
 
     Attributes:
         shown: the mask rows by bucket, then by window in the order of the layers.
-        begun: those from a position on, by bucket, then by chunk.
+        begun: the mask rows of all slots from a position on, by bucket, then by chunk.
     """
 
     def __init__(
@@ -423,7 +423,7 @@ class Taps(Workspace):
             yield positions_T.expand(len(lengths_R), -1)
 
     def read_of_newest(self, positions_BT: Tensor) -> Tensor:
-        """Those of some newest positions, the last ones of each row, whose taps a head reads."""
+        """The positions whose taps a head reads, given the newest positions (B, T) of each row."""
         return positions_BT
 
     def share(self, positions_BT: Tensor, rows_B: Tensor | None = None, *, comm: Comm, src: int) -> None:

@@ -33,9 +33,9 @@ Origin = TypeVar("Origin", bound=WeightSource)
 def load_model(loading: Loading) -> Runner:
     """Load this rank's slices of a model, in the lean decoder if that supports the family.
 
-    Of a draft head, the result is what its source names, whose forwards are not those of a `Runner`.
+    For a draft head the result has the class that its source names, whose forwards differ from a `Runner`'s.
 
-    Weights that go into a model that runs give another one if some layer needs another kernel for them.
+    With `loading.into` a running model, the result is another model if some layer needs another kernel.
 
     Raises:
         CheckpointError: tensors are missing or have another shape, or a file has changed.
@@ -122,8 +122,8 @@ def check_model(
 ) -> None:  # fmt: skip
     """Raise every error that `load_model` would raise, without loading weights.
 
-    The ranks are those of each stage. `compiles` says that layers take compiled products where these fit, as on a CPU;
-    `grouped_bytes` are those of a number in the products of all experts at once, as on a GPU, and 0 without.
+    `num_ranks` counts the ranks of each stage. `compiles` says that layers take compiled products where these fit, as
+    on a CPU; `grouped_bytes` are the bytes of a number in products of all experts at once, as on a GPU, or 0.
 
     Raises:
         CheckpointError: tensors are missing or have another shape.

@@ -53,7 +53,7 @@ class TreePlaces(NamedTuple):
     slots_U: Tensor
 
     def of_rows(self, part: slice) -> "TreePlaces":
-        """Those of some rows."""
+        """The places of some rows."""
         return self._replace(slots_BT=self.slots_BT[part], sees_BTA=self.sees_BTA[part])
 
     @property

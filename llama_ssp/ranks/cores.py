@@ -1,7 +1,7 @@
-"""How busy the cores of this machine are, and how the threads of this process wait for each other there.
+"""The load of this machine's cores, by which the threads of this process sleep or spin while they wait.
 
 Threads that spin win where nothing disturbs them. Next to a busy core each of them loses its core for milliseconds, and
-those that spin for it keep it from running: threads that sleep, or one thread, are several times faster there.
+the threads that spin for it keep it from running: threads that sleep, or one thread, are several times faster there.
 """
 
 import os
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 _CORES = Path("/proc/stat")
 _LEAST_S = 0.3
-"""The kernel counts the time of cores in steps of 10 ms."""
+"""The least time between two readings: the kernel counts the time of cores in steps of 10 ms."""
 _LEAST_LOOK_S = 0.1
 """Least time over which the load is looked at where a run starts."""
 _BUSY_CORES = 0.5
@@ -76,7 +76,7 @@ class Load:
         return self._found
 
     def num_free(self, num_threads: int) -> int:
-        """How many of so many threads have a core of their own: at least one."""
+        """The number of these threads that have a core of their own: at least one."""
         return max(1, num_threads - max(0, round(self.look() + num_threads - len(self._cores))))
 
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from llama_ssp.ranks.memory import exhaustion
 
 _NO_GPU = -1
-"""`torch.cuda.device` leaves everything as it is then, in a build without CUDA too."""
+"""The index at which `torch.cuda.device` leaves everything as it is, in a build without CUDA too."""
 _LOST = frozenset({214, 700, 702, 710, *range(714, 720), 721})
 """CUDA's codes after which every further call fails: such as 214, ECC, and 700, an illegal access."""
 _LOST_WORDS = ("illegal memory access", "misaligned address", "illegal instruction", "unspecified launch failure")

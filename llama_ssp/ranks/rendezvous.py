@@ -31,8 +31,8 @@ from llama_ssp.terminal.unread import complain
 _OWN_WATCHDOG = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 _QUIET_S = 10.0  # how long ranks wait for others without a word
 _HEED_EVERY_S = 1.0
-_MOST_NAMED = 4
 """Time that torch may keep the main thread, which must answer signals meanwhile."""
+_MOST_NAMED = 4
 
 
 def open_store(ranks: Ranks, *, timeout_s: float) -> Store:

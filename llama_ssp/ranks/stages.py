@@ -25,8 +25,8 @@ class ModelStage:
 
     Attributes:
         number, num_stages: counted from 0, and of all ranks of the target.
-        before, behind: this rank with the rank of the stage before that sends to it, and with the one after it that it
-            sends to; None where there is no such stage.
+        before, behind: the group of this rank and the rank of the stage before that sends to it, and the group of this
+            rank and the rank of the stage after that it sends to; None where there is no such stage.
         layers: its layers, once the model is known.
     """
 

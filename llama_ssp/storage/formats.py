@@ -83,7 +83,7 @@ Found: TypeAlias = PackedLayout | list[str]
 
 @dataclass(frozen=True, kw_only=True)
 class Packing:
-    """How weights lie in memory."""
+    """The layout of weights in memory."""
 
     weight_bytes: float | None = None  # of a weight; None for the model's number format.
     row_bytes: int = 0  # per output.
@@ -94,7 +94,7 @@ class Packing:
 
     @property
     def least_group(self) -> int:
-        """The inputs of a layer are a multiple of it."""
+        """The number whose multiples the inputs of a layer must be."""
         return min(self.groups, default=1)
 
     def group_of(self, num_inputs: int) -> int:
@@ -114,7 +114,7 @@ class Packing:
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """What products and loading take, for plans."""
+    """The cost of products and of loading, for plans."""
 
     # a product on a GPU as bytes read, from the number of rows, the bytes of the matrix in this format and unquantized,
     # and `slowdown` of the machine.
@@ -198,7 +198,7 @@ UNQUANTIZED = StorageFormat(name=NO_QUANTIZATION, order=0, has_published_times=T
 
 
 def counted_in(bits: object) -> str | None:
-    """The storage format that stands for weights of so many bits; None if there is none."""
+    """The storage format that stands for weights of `bits` bits; None if there is none."""
     return next((name for name, record in formats().items() if bits and record.files.counted_bits == bits), None)
 
 
@@ -254,7 +254,7 @@ def all_rows_bytes(rows: int, packed: int, unquantized: int, slowdown: Mapping[s
 
 
 OF_FEW_ROWS = Cost(gpu_read_bytes=few_rows_bytes, gpu_unpacks=UNPACKED_WEIGHTS)
-"""Of our kernels for a few rows."""
+"""The cost of our kernels for a few rows."""
 
 OWN_DTYPE = "auto"  # Default of `model.cache_dtype`.
 

@@ -27,7 +27,7 @@ from llama_ssp.storage.formats import FP4_GROUP, INT4_GROUPS, INT4_ZERO_BITS, WO
 GAP = 2**16 - 1
 """Stands for no input in an order; inputs are fewer."""
 _BORDERS = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
-"""Between the numbers of neighbouring codes of E2M1."""
+"""The borders between the numbers of neighbouring codes of E2M1."""
 
 
 def join(bytes_OGB: Tensor, words_OG: Tensor) -> Tensor:

@@ -93,8 +93,8 @@ class TapSource(WeightSource, Protocol):
 
     Attributes:
         target: the source of the model that it drafts for.
-        layers: those of the target whose inputs it reads; their number for the output behind the last one, after the
-            final norm, and one more for that before it.
+        layers: the target's layers whose inputs it reads; L, their number, stands for the last layer's output after the
+            final norm, and L + 1 for the output before it.
         lean_runner, library_runner: `module:class` of the head as our decoder, and on the library's modules.
         ties: whether its output can be its embedding.
         first_norms: the names of norms that its first layer alone has.
@@ -119,7 +119,7 @@ class TapSource(WeightSource, Protocol):
         """Add the modules that a model of its layers in the library lacks."""
 
     def updated(self, target: WeightSource | None, files: WeightSource | None) -> WeightSource | None:
-        """The source with other weights of the target, or of its own files; None if it goes on with those it has."""
+        """The source with other weights of the target, or of its own files; None if it goes on with its own ones."""
 
 
 def tap_source(origin: WeightSource) -> TapSource | None:

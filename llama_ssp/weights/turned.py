@@ -14,7 +14,7 @@ from llama_ssp.weights.source import ListedTensor, Wanted
 
 @dataclass(frozen=True, kw_only=True)
 class TurnedTensor(ListedTensor):
-    """A matrix, or those of all experts, whose inputs and outputs are stored the other way round."""
+    """A matrix, or the matrices of all experts, whose inputs and outputs are stored the other way round."""
 
     stored: ListedTensor
 

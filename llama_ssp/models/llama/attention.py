@@ -50,14 +50,14 @@ class WholeLayers(Protocol):
 
     Attributes:
         first: the number of the first layer.
-        stop: the number behind that of the last layer.
+        stop: one more than the number of the last layer.
     """
 
     first: int
     stop: int
 
     def __call__(self, x_ME: Tensor, attend: Any, numbers: range, heads: Heads) -> Tensor:  # noqa: ANN401 - its own
-        """The residual stream behind layers of these numbers, by the attention of the same operator."""
+        """The residual stream after layers of these numbers, by the attention of the same operator."""
 
 
 class OperatorAttention(Protocol):
@@ -67,7 +67,7 @@ class OperatorAttention(Protocol):
         self, freqs_cis_S1P: Tensor, positions_BT: Tensor, view: CacheView, *,
         tree: TreePlaces | None, seen_BT: Tensor | None, windows: Sequence[int | None],
     ) -> dict[int | None, LayerAttention]:  # fmt: skip
-        """How one forward attends, by window; for arguments see `LeanRunner`."""
+        """The attention of one forward, by window; for arguments see `LeanRunner`."""
 
     def whole_layers(
         self, layers: Sequence[Sequence[NativeLinear | None]], windows: Sequence[int | None]

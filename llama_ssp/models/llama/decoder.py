@@ -52,7 +52,7 @@ class LeanRunner(CachedRunner):
 
     layer_class = Layer
     _num_positions = 0
-    _stops: tuple[int, ...] = ()  # Numbers behind its layers where the next one is left out.
+    _stops: tuple[int, ...] = ()  # The number after each of its layers whose next one is left out.
 
     def __init__(
         self, loading: Loading, *, kernel: Kernel | None = None, varlen: VarlenAttention | None = None
@@ -168,8 +168,8 @@ class LeanRunner(CachedRunner):
     def part(self, numbers: Sequence[int], *, of: "LeanRunner | None" = None) -> "LeanRunner":
         """A runner of some layers, in order, between the same embedding and output; it shares all weights.
 
-        The layers may be those `of` another model that has none of its own. They see all that `follow` shows, without
-        windows.
+        With `of` they are another model's layers, between this model's embedding and output. They see all that `follow`
+        shows, without windows.
         """
         part, layers = copy(self), (of or self)._layers
         vars(part).update(

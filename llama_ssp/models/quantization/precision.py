@@ -1,4 +1,4 @@
-"""How the linear layers of a model, and its cache, are stored.
+"""Storage of the linear layers of a model, and of its cache.
 
 Weights are quantized row by row, so layers with the same input may be concatenated before or after. A rank quantizes
 its own slice, so slices of a row-parallel layer have their own scales. Embeddings, head, norms and biases are not
