@@ -18,7 +18,7 @@ Field = Callable[[str], Any]
 
 
 class HeadFile(Protocol):
-    """What the config.json of a head says."""
+    """The config.json of a head, as read."""
 
     @property
     def source(self) -> str:
@@ -26,10 +26,10 @@ class HeadFile(Protocol):
 
     @property
     def sizes(self) -> Mapping[str, Any]:
-        """Fields of a config.json of a model whose layers are as the head's."""
+        """The fields that the config.json of a model with the head's layers would have."""
 
     def shape_over(self, layers: ModelShape) -> ModelShape:
-        """The sizes of the head, from those of such a model."""
+        """The sizes of the head, from the sizes of that model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +69,7 @@ HEADS: Registry[DraftHead] = Registry(setting="draft", kind=DraftHead)
 
 
 def head_file(content: Mapping[str, Any], file: Path) -> HeadFile | None:
-    """What a config.json says of a head; None if it is a model's, CheckpointError for a head that is not read."""
+    """Read the config.json of a head; None for a model's, CheckpointError for a head of a kind that is not read."""
     found = (kind.read_config(content, file) for kind in HEADS.all().values())
     head = next(filter(None, found), None)
     missing = next(filter(None, (absent("config.json", name) for name in content)), None)

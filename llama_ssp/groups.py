@@ -62,10 +62,10 @@ def whole(group: type) -> type:
 
 
 def ranges() -> list[Range]:
-    """What numbers of the settings must be that rooms add."""
+    """The conditions on the numbers of settings that rooms add."""
     return [*chain.from_iterable(map(attrgetter("ranges"), MORE.all().values()))]
 
 
 def chooser_of(config: object) -> MoreSettings | None:
-    """What chooses among layouts in place of a plan of one; None if nothing was asked to."""
+    """The record that chooses among layouts in place of a plan of one; None if the config asks for none."""
     return next((more for more in MORE.all().values() if more.choose and getattr(config, more.name, False)), None)

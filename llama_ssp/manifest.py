@@ -1,6 +1,6 @@
 """The manifest: the name of every room of the package, and the words that ask for it.
 
-Whoever asks for a room that was taken out of this installation gets a sentence with its name.
+A request for a room that was taken out of this installation gets a sentence with its name.
 """
 
 from functools import cache

@@ -11,16 +11,16 @@ instructions of this machine, or because the operator does not agree with its re
     attention             `models.llama.decoder`                  attention, and whole layers, an `OperatorAttention`
     few_rows              `models.quantization.weight_only`       products with packed weights, a `FewRows`
     joined_experts        the same                                experts whose weights are joined
-    between               `models.llama.decoder`                  what stands between products, `OwnKernels`
+    between               `models.llama.decoder`                  operators between products, `OwnKernels`
     attention_by_length   the same                                attention of rounds by the lengths of rows
     latents               `kernels.latents`                       attention to latents, a `LatentAttention`
-    equal_bits            the same                                what `reproducible=true` needs, an `EqualBits`
+    equal_bits            the same                                operators for `reproducible=true`, an `EqualBits`
     recurrence            the runner of a `ModelLibrary`          a layer's tokens taken in whole
     draw, softmax, draw_in_blocks   `speculate.sampling`          the functions of `processors` and `shards`
     sums                  `ranks.comms`                           sums over ranks, an `OwnSums`
     messages              the same                                memory that ranks share, a `Board`
-    collectives           the same                                what calls collectives so that a trace holds them
-    executor              `speculate.engine.executors`            what runs the stages of a round, an `Executor`
+    collectives           the same                                calls of collectives that a trace holds
+    executor              `speculate.engine.executors`            the runner of a round's stages, an `Executor`
     threads               `run.decoders`                          the choice of a number of threads, a `Threads`
 """
 

@@ -5,6 +5,6 @@ from typing import Any, TypeAlias
 LibraryPart: TypeAlias = Any
 """A module or a config of transformers, of any kind."""
 Parsed: TypeAlias = Any
-"""What a file of JSON or YAML holds."""
+"""The content of a file of JSON or YAML."""
 Values: TypeAlias = Any
 """Tensors, and tuples, records and dataclasses of them: what a stage of a round takes and gives."""

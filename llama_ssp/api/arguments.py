@@ -123,7 +123,7 @@ def _kinds_of(function: Callable[..., object]) -> dict[str, tuple[object, ...]]:
 
 @cache
 def _all_readers() -> dict[str, Any]:
-    """Readers of arguments by their names, with those of rooms."""
+    """Readers of arguments by their names; rooms add some."""
     return {name: reader for more in MORE.all().values() for name, reader in more.readers.items()} | _READERS
 
 
@@ -226,7 +226,7 @@ def in_format(entry: ModelConfig, *, dtype: object, **formats: object) -> ModelC
 
 
 def draft_of(given: object) -> tuple[object, dict[str, object]]:
-    """What an argument drafts with, and the settings of the draft that a mapping has beside its kind or model."""
+    """The kind or model that an argument drafts with, and the settings that a mapping has beside it."""
     if not isinstance(given, Mapping):
         return given, {}
     settings = {**given}
@@ -261,7 +261,7 @@ def vocabulary_of(given: object) -> DraftVocabulary:
 
 
 def draft_model(entry: ModelConfig, vocabulary: DraftVocabulary, given: object = None) -> DrafterConfig:
-    """The settings of a draft model, with those that the argument has."""
+    """The settings of a draft model, changed as the argument says."""
     asked: dict[str, Any] = {vocabulary.setting: vocabulary.value} if vocabulary.setting else {}
     return _with_settings(replace(of_kind(MODEL_DRAFT), model=entry, **asked), draft_of(given)[1])
 

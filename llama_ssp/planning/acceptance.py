@@ -1,8 +1,8 @@
 """The share of drafted tokens that a target accepts: a figure of the user's, a measured one of the pair, or a default.
 
-Who knows a pair is asked first (`planning.spec.KnownPairs`). Every folder of options may have `pairs.yaml`, a table of
-measured pairs with their sources. Of a pair in none, a plan takes the default of the package's table, with its low and
-its high.
+Records that know pairs are asked first (`planning.spec.KnownPairs`). Every folder of options may have `pairs.yaml`, a
+table of measured pairs with their sources. For a pair in no table, a plan takes the default of the package's table,
+with its low and its high figure.
 
 A drafted token is accepted less often the further it is from the round's first: a figure without positions declines as
 published ones do, and has the tokens per round of a constant at the K at which it was measured.
@@ -65,7 +65,7 @@ class Acceptance:
 
     @property
     def trees(self) -> tuple[TreeShape, ...]:
-        """Trees whose tokens per round are known apart from those of chains."""
+        """Trees whose own tokens per round are known, so that they need not follow from the figures of chains."""
         return ()
 
     def tokens_by_length(self, probability: float, longest: int) -> list[float]:

@@ -60,6 +60,6 @@ def said(kind: str, spec: "PlanSpec", hardware: "HardwareConfig", timed: "Timing
 
 
 def changes_of(spec: "PlanSpec", hardware: "HardwareConfig") -> tuple[ChangeOfPlan, ...] | None:
-    """The changes that make a plan fit, the best first; None if nobody tries any."""
+    """The changes that make a plan fit, the best first; None if no adviser tries any."""
     found = [one.changes for one in ADVISERS.all().values() if one.changes]
     return tuple(way for code in found for way in imported(code, setting="plan")(spec, hardware)) if found else None

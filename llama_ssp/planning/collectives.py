@@ -45,7 +45,7 @@ def all_reduce_s(hardware: HardwareConfig, ranks: tuple[int, ...], num_bytes: fl
 
 
 def guesses_sums(hardware: HardwareConfig, ranks: tuple[int, ...]) -> bool:
-    """Whether nobody has measured sums over these ranks, on this machine or on GPUs of its kind."""
+    """Whether sums over these ranks were measured neither on this machine nor on GPUs of its kind."""
     if len(ranks) == 1 or hardware.device != "cuda":
         return False
     if ranks[0] // hardware.num_gpus != ranks[-1] // hardware.num_gpus:

@@ -29,18 +29,18 @@ MOST_DRAFT_TOKENS = 16
 OPERATORS_PER_LAYER = 25
 """Operators that the lean decoder launches per layer, including views."""
 COMPILED_OPERATORS, _ROUNDINGS = 7, 10
-"""Operators of a compiled layer that is not one operator: four products, attention, and two sums of the ranks; and in
-16 bits those that widen what goes into the first five and round what comes out."""
+"""Operators of a compiled layer that is not one operator: four products, attention, and two sums of the ranks; and the
+casts that in 16 bits widen the inputs of the first five and round their outputs."""
 LIBRARY_SHARE = {"cuda": 2.0, "cpu": 4.0}
-"""Operators of the library's modules, relative to that: on a GPU kernels count, about 50, and on a CPU all that Python
-calls, 57 to 142 in the families with records, with experts' operators."""
+"""Operators of the library's modules per layer, over the lean decoder's: on a GPU kernels count, about 50, and on a CPU
+all that Python calls, 57 to 142 in the families with records, with experts' operators."""
 _SCORES_MOVED = 9
-"""How often a score of attention to latents is written or read: by two products, a mask, the softmax and a product."""
+"""Reads and writes of a score of attention to latents: by two products, a mask, the softmax and a product."""
 _CACHED_BYTES = 2**24
-"""Of keys and values, what a CPU's attention reads as fast as weights, from its caches (docs/findings/forecasts.md)."""
+"""Bytes of keys and values that attention on a CPU reads as fast as weights, see docs/findings/forecasts.md."""
 _SUM_BYTES = 4
 """Bytes of a number of a part's sums."""
-_FUSED_SUMS = 2  # Of a layer, that also add to the residual and compute the next norm.
+_FUSED_SUMS = 2  # Sums of a layer that also add to the residual and compute the next norm.
 USUAL_SHARE = 0.75
 """Share of the best product's rate that prompts and large batches reach (`flops_share`)."""
 UNPACKING_S = 0.8e-9

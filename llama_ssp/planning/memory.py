@@ -57,7 +57,7 @@ def _parts(
 ) -> tuple[_Part, ...]:  # fmt: skip
     """The parts by rank or device, without tables that are shared; for `num_kept` see `PlanSpec.kept_states`.
 
-    `num_ranks` are those of each stage.
+    `num_ranks` counts the ranks of each stage.
     """
     shape, size, storage = model.shape, DTYPE_BYTES[model.dtype], model.storage
     num_slices = 1 if backend.is_layer_wise else num_ranks

@@ -185,7 +185,7 @@ class PlannedModel:
         return Dtype.fp16 if is_kept and self.stored.is_short else self.dtype
 
     def packs(self, matrix: Matrix, device: str) -> bool:
-        """Whether an unquantized matrix in 16 bits is copied for the products of a CPU, as those of any sizes in fp32.
+        """Whether a CPU's products copy an unquantized matrix in 16 bits: of whole blocks, or any of an fp32 model.
 
         A tied output is then a matrix of its own.
         """

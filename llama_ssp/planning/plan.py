@@ -50,8 +50,8 @@ class Plan:
         refusals: why runs refuse the models, if they do.
         warnings: choices that cost more than they gain.
         notes: facts that the figures do not show.
-        details: those of the notes that decide little.
-        changes: changes that would make it fit, the best first; empty if it fits, None if nobody has tried any.
+        details: the notes that decide little, which are among `notes` too.
+        changes: changes that would make it fit, the best first; empty if it fits, None if none were tried.
         whole_run: the time of a run whose prompts are known, in a sentence.
     """
 

@@ -1,7 +1,7 @@
 """Settings and commands that a plan prints; each passes the checks of the command that prints it first.
 
-Commands say what they accept (`accepting`). Everybody who names a setting asks `accepted` or `command`, and leaves the
-sentence out, or looks for another choice, where it is refused.
+Commands say what they accept (`accepting`). Code that prints a setting asks `accepted` or `command` first. Where it is
+refused, the code leaves the sentence out, or looks for another choice.
 """
 
 import shlex

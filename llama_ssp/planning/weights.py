@@ -208,7 +208,7 @@ def rank_shares(
 
 
 def of_stage(held: Sequence[Inventory], stages: Sequence[range], number: int) -> tuple[Inventory, ...]:
-    """The parameters of the ranks of a stage, which share its layers, from those of ranks that share all layers."""
+    """The parameters of each rank of a stage, from the parameters of ranks that share all layers."""
     if len(stages) == 1:
         return tuple(held)
     first, last = number == 0, number == len(stages) - 1

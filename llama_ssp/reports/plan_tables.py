@@ -43,7 +43,7 @@ _WIDE = 72
 """Columns in which the heads of the times stand in one line."""
 LEAST_SHOWN_MS = 0.005
 SMALL_SHARE = 0.05
-"""Of what the fullest rank needs: smaller items are one row, but for weights."""
+"""A share of the fullest rank's bytes: smaller items are one row, but for weights."""
 
 
 class StandardOutput(Console):
@@ -161,8 +161,8 @@ def _named(model: PlannedModel, device: str) -> str:
 def _memory_table(plan: Plan, console: Console, *, is_full: bool) -> tuple[str, Table]:
     """A title, which is a line of its own so that a narrow table does not break it, and the table.
 
-    Where every line counts, the first head takes the title's place, unless there are replicas. Of more kinds of ranks
-    than the console has room for, those that need most are shown, and the title says so.
+    Where every line counts, the first head takes the title's place, unless there are replicas. If the console has no
+    room for all kinds of ranks, it shows the kinds that need most, and the title says so.
     """
     num_replicas = plan.spec.num_replicas
     ranks = plan.ranks[: len(plan.ranks) // num_replicas]
@@ -221,7 +221,7 @@ def _named_ranks(ranks: Sequence[int]) -> str:
 
 
 def _items(ranks: Sequence[RankMemoryPlan], *, is_full: bool) -> Iterator[tuple[str, list[int]]]:
-    """Items with their bytes on each rank; those that are small on all of them are one, unless in full."""
+    """Items with their bytes on each rank; items that are small on every rank are one, unless in full."""
     sizes = {label: [getattr(rank, item) for rank in ranks] for label, item in ITEMS.items()}
     least = 0 if is_full else SMALL_SHARE * max(rank.total_bytes for rank in ranks)
     large = [label for label in sizes if any(sizes[label]) and (max(sizes[label]) >= least or "weights" in label)]

@@ -110,7 +110,7 @@ def kinds_table(runs: Sequence[Run]) -> Table:
 
 
 def remarks(runs: Sequence[Run]) -> list[str]:
-    """What marks mean, and what intervals leave out, in sentences."""
+    """Sentences on the meaning of marks, and on what intervals leave out."""
     summaries = [run.summary for run in runs]
     drifted = [
         f"Plain completions of {visible(folder)} took {100 * abs(drift):.0f} % {'more' if drift > 0 else 'less'} time "

@@ -180,7 +180,7 @@ def are_reproducible(models: Models, config: RunConfig) -> bool:
 
 
 def _why_not_reproducible(models: Models) -> str:
-    """What no check of settings and files could know (`combinations`)."""
+    """Say why, where no check of settings and files could know it (`combinations`)."""
     found = "compiled products and attention for all layers of all models, and this machine has none for some of theirs"
     if models.target.device.type != "cpu":
         found = (

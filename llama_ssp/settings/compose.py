@@ -72,7 +72,7 @@ class Composed:
 
 
 Known = dict[frozenset[str], DictConfig]
-"""What Hydra composed of the words that choose options, of which the last one of a group holds."""
+"""Compositions by Hydra of the words that choose options, by these words; the last word of a group counts."""
 
 
 def compose(
@@ -330,7 +330,7 @@ def _default_draft(config: DictConfig, explicit: frozenset[str]) -> DictConfig:
 
 
 _registered: dict[str, tuple[type, type | None]] = {}
-"""Schemas that Hydra has, by name: the settings, and those of a model in them."""
+"""Schemas that Hydra has, by name: the class of the settings, and of the model in them."""
 
 
 def register(root: str = "config") -> None:

@@ -189,7 +189,7 @@ def vocabulary_of(draft: DrafterConfig) -> DraftVocabulary:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DraftCache:
-    """What of a text a draft model keeps in its cache, if that is not all.
+    """A cache in which a draft model keeps a part of each text.
 
     Attributes:
         name: of the record.
@@ -211,7 +211,7 @@ CACHES: Registry[DraftCache] = Registry(setting="draft cache", kind=DraftCache)
 
 
 def cache_of(draft: DrafterConfig) -> DraftCache | None:
-    """What the settings of a draft let it keep; None for all."""
+    """The cache that the settings of a draft ask for; None where it keeps all of a text."""
     return next((one for one in CACHES.all().values() if one.num_kept(draft) is not None), None)
 
 

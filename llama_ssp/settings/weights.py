@@ -20,7 +20,7 @@ class WeightsRecord:
             source does not set it.
         acceptance_setting: the setting that says it.
         context: most tokens of its models, and what has them; None if the models' entries say it.
-        small_files: files in the folder of a checkpoint, besides those of every model, that decide what is made.
+        small_files: files in the folder of a checkpoint, besides every model's files, that decide what is made.
     """
 
     name: str

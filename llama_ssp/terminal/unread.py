@@ -51,7 +51,7 @@ def silence(stream: IO[str]) -> None:
 
 
 def complain(sentence: str) -> None:
-    """Write a sentence to standard error, if anybody reads it: on a terminal wrapped between words."""
+    """Write a sentence to standard error, unless its reader is gone: on a terminal wrapped between words."""
     lines = visible(sentence).split("\n")
     if sys.stderr.isatty():
         width = os.get_terminal_size(sys.stderr.fileno()).columns or _USUAL_COLUMNS

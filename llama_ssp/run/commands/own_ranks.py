@@ -152,7 +152,7 @@ def main(words: Sequence[str], *, num_ranks: int | None) -> int:
 
 def _start_ranks(start: Start) -> int:
     """Run the command line of this process on ranks of their own; returns the exit code."""
-    assert start.num_ranks, "somebody starts them"
+    assert start.num_ranks, "there are ranks to start"
     if start.sentence:
         complain(start.sentence)
     wait_by_load(LOAD, os.environ)

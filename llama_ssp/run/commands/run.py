@@ -159,7 +159,7 @@ def _launch(arguments: list[str], ranks: Ranks, act: Act | None, interrupt: _Int
 def _run_points(
     points: Sequence[Point], ranks: Ranks, act: Act | None, interrupt: _Interrupt, *, of_sweep: bool, warns: bool
 ) -> list[tuple[Point, SspError]]:
-    """Run one point after the other until one of them is stopped; returns those that failed, each with its error.
+    """Run one point after the other until one of them is stopped; returns the points that failed, each with its error.
 
     An error is raised if a single run fails, or a point on several ranks, whose groups may then be in any state.
     """
