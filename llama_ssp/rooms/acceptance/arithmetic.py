@@ -26,7 +26,7 @@ Array = NDArray[np.float64]
 
 
 class ExpectedRounds(NamedTuple):
-    """What is known of the rounds of some texts.
+    """The expected rounds of some texts.
 
     Attributes:
         mean_B, variance_B: of the cost of a text's rounds; of their number if each costs 1.
@@ -112,7 +112,7 @@ def rounds_of(
 
 
 def least_cost(reach_BTD: Array, lengths_B: NDArray[np.int64], costs: dict[int, float]) -> Array:
-    """The least expected cost (B,) of the rounds of texts, by whoever knows G: `costs` are of rounds by K, 0 plain."""
+    """The least expected cost (B,) of the rounds of texts, if G is known and K chosen by it; `costs` by K, 0 plain."""
     num_texts, num_places, _ = reach_BTD.shape
     best_BT, chances = np.zeros((num_texts, num_places)), {number: added(reach_BTD, number) for number in costs}
     for left in range(1, num_places):
@@ -127,7 +127,7 @@ def least_cost(reach_BTD: Array, lengths_B: NDArray[np.int64], costs: dict[int, 
 
 
 def rejected(reach_BTD: Array, rounds: ExpectedRounds, num_draft_tokens: int) -> Array:
-    """Of each token, the rounds that draft it after accepting all before it, and those that reject it (2, B, T)."""
+    """The expected rounds that draft each token after accepting all before it, and that reject it, (2, B, T)."""
     visits_BT = rounds.visits_BT
     found_2BT, num_places = np.zeros((2, *visits_BT.shape)), visits_BT.shape[1]
     for ahead in range(min(num_draft_tokens, num_places - 2)):

@@ -1,4 +1,4 @@
-"""Who knows pairs: the trace that a run or a plan names, else the stored ones, which few have. Imports nothing slow."""
+"""Knows pairs by the trace that a run or a plan names, else by a stored one, if there is any. Imports nothing slow."""
 
 from functools import partial
 from typing import TYPE_CHECKING
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 
 def of_run(config: RunConfig) -> "Callable[[PlannedPair], Acceptance | None]":
-    """Who knows pairs for a config; raises as `plans.of_trace`."""
-    if (folder := getattr(config, "trace", None)) is None:  # the library's settings are without those of rooms
+    """The function that knows the acceptance of pairs for a config; raises as `plans.of_trace`."""
+    if (folder := getattr(config, "trace", None)) is None:  # the library's settings lack the rooms' ones
         return partial(_stored, config)
     from llama_ssp.rooms.acceptance.plans import of_trace
 
@@ -23,7 +23,7 @@ def of_run(config: RunConfig) -> "Callable[[PlannedPair], Acceptance | None]":
 
 
 def _stored(config: RunConfig, pair: "PlannedPair") -> "Acceptance | None":
-    """What the stored trace of a pair says; None without one."""
+    """The acceptance of a pair by its stored trace; None without one."""
     if not (file := stored_file(pair.target, pair.draft)).is_file():
         return None
     from llama_ssp.rooms.acceptance.plans import in_file

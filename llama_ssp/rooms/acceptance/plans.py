@@ -22,7 +22,7 @@ from llama_ssp.settings.trees import TreeShape
 
 @dataclass(frozen=True, kw_only=True)
 class TracedAcceptance(Acceptance):
-    """What a trace says of a draft; `probability` is of equal acceptances with its tokens per round at the usual K.
+    """The acceptance of a draft in a trace; `probability` at every position gives its tokens per round at the usual K.
 
     Attributes:
         shares: for K = 1, 2, ... the shares of rounds that accept the token at each position.
@@ -69,7 +69,7 @@ def _accepted(probability: float) -> float:
 
 
 def of_trace(config: RunConfig, folder: str) -> Callable[[PlannedPair], Acceptance | None]:
-    """Who knows pairs by a trace; ConfigError if it is of another target, files or law, or lacks the draft."""
+    """The function that knows pairs by a trace; ConfigError if that has another target, files or law, or no draft."""
     asked, own, file = f"trace={folder}", str(draft_name(config.draft)), Path(folder)
     trace = _read(file / TRACE_FILE if file.is_dir() else file, asked)
     law = trace.law_of(law_of(config.sampling), asked=asked)
@@ -93,7 +93,7 @@ def of_trace(config: RunConfig, folder: str) -> Callable[[PlannedPair], Acceptan
 
 
 def in_file(config: RunConfig, file: Path, pair: PlannedPair) -> Acceptance | None:
-    """What a stored trace says of a pair and the law of a config; None of another law, and if files have changed."""
+    """The acceptance of a pair in a stored trace, by a config's law; None without it, and if files have changed."""
     trace = _read(file, catalogue.shown(file))
     laws = [law for law, settings in enumerate(trace.about["laws"]) if settings == law_of(config.sampling)]
     return _find(trace, laws[0], catalogue.shown(file), pair) if laws and not _changed(config, trace) else None

@@ -114,7 +114,7 @@ class _Batch(NamedTuple):
         return Rows(self.tokens_BS.clone(), lengths_B, torch.zeros_like(lengths_B), self.prompt_lengths_B)
 
     def context(self, start: int, stop: int) -> Context:
-        """What stands before the new tokens from `start` on."""
+        """The context of each new token from `start` to `stop`."""
         return self.rows_with(0).before(self.places(start, stop) - 1)
 
     def covering(self, num_new: int) -> int:
@@ -258,7 +258,7 @@ class Reader:
 
 
 def _of_draft(draft_BTV: Tensor, laws_BTV: Tensor, ids_BT: Tensor) -> Found:
-    """Of a draft's laws: the log-probability of each token, and the logarithm of `a` of `arithmetic`."""
+    """The log-probability of each token by a draft's laws, and the logarithm of `a` of `arithmetic`."""
     ids_BT1 = ids_BT[..., None]
     target_BT1, own_BT1 = laws_BTV.gather(-1, ids_BT1), draft_BTV.gather(-1, ids_BT1)
     ratio_BT1 = torch.where(own_BT1 > 0, target_BT1 / own_BT1, 0.0)
@@ -343,7 +343,7 @@ class _Whole:
             self._logits_B1V = read_prompts(self._runner, known, rows=batch.rows, buckets=batch.buckets)[:, None]
 
     def read(self, batch: _Batch, laws_BTV: Tensor | None, start: int, stop: int) -> None:
-        """Read the new tokens before those from `start` on, and keep numbers of these."""
+        """Keep numbers of the new tokens from `start` to `stop`, after reading the token before each of them."""
         if self._runner is None:
             return
         logits_BTV, places_BT = self._logits_B1V, batch.places(start, stop)

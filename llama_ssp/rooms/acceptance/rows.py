@@ -52,10 +52,10 @@ class AcceptanceRow(Line):
         low, high: the 95 % interval of `tokens_per_round` over prompts.
         by_position: shares of rounds that accept the drafted token at each position.
         by_category: tokens per round of the prompts of each category.
-        share_of_best: tokens per second over those of the fastest row of the temperature, by the costs of the plan; of
-            tokens per round without a plan.
-        headroom: by how much whoever knows what will be accepted, and chooses K for each round, would be faster than
-            `num_draft_tokens=auto`; 0 without a plan.
+        share_of_best: tokens per second over the figure of the fastest row of the temperature, by the costs of the
+            plan; of tokens per round without a plan.
+        headroom: by how much rounds would be faster than `num_draft_tokens=auto` if each had the best K, chosen with
+            what will be accepted known; 0 without a plan.
         with_copies: the speed of `auto` with `draft.fallback=ngram`, over that without; 1 unless ngram has read too.
         lost: where most rounds end, of the fastest row of chains of the draft and temperature.
         num_prompts, num_new_tokens: of the texts that were read.
@@ -84,17 +84,17 @@ class AcceptanceRow(Line):
 
     @property
     def key(self) -> RowKey:
-        """What it is of."""
+        """The draft, rule, temperature, K and tree of its rounds."""
         return self.draft, self.rule, self.temperature, self.num_draft_tokens, self.tree
 
     @property
     def way(self) -> str:
-        """How rounds draft and verify."""
+        """The tree that rounds draft, or their rule."""
         return f"tree {self.tree}" if self.tree else self.rule
 
     @property
     def point(self) -> PointOverK:
-        """It in a figure."""
+        """Its point in a figure."""
         panel, line = f"Tokens per round, T = {self.temperature:g}", f"{self.draft}, {self.way}"
         return PointOverK(panel, line, self.num_draft_tokens, self.tokens_per_round, self.low, self.high)
 
@@ -173,7 +173,7 @@ def _title(results: Sequence[AcceptanceRow]) -> str:
 
 
 def _headroom(replay: Replay, costs: Mapping[int, float], auto_s: float) -> float:
-    """What `AcceptanceRow.headroom` says, by the seconds of a plain step and of rounds by K, and of `auto`."""
+    """`AcceptanceRow.headroom`, from the seconds of rounds by K, 0 for a plain step, and the seconds of `auto`."""
     reach_BTD, lengths_B = replay.reach_BTD[:NUM_SIMULATED], replay.lengths_B[:NUM_SIMULATED]
     known = {number: costs[number] for number in range(reach_BTD.shape[2])}
     return max(auto_s / float(least_cost(reach_BTD, lengths_B, known).sum()) - 1, 0.0)

@@ -1,4 +1,4 @@
-"""What the shipped `num_draft_tokens=auto` would take for finished texts, by the costs of a plan, with copies too.
+"""Runs the shipped `num_draft_tokens=auto` over finished texts, timed by the costs of a plan, with copies too.
 
 Its choices read what rounds before have accepted, so one course of its rounds is drawn, text after text.
 """
@@ -26,7 +26,7 @@ def auto_seconds(
         draft: its name.
         replays: of the same texts.
         costs: for each replay, seconds of a plain step, 0, and of rounds by K.
-        lengths: the K that it chooses from, by draft; those without a cost are left out.
+        lengths: the K that it chooses from, by draft; a K without a cost is left out.
         num_texts: of these texts, from the first one on.
     """
     rounds = {DraftChoice(0): costs[0][0]} | {

@@ -49,7 +49,7 @@ from llama_ssp.weights.hashes import fingerprint
 PARTS = "parts"
 _MOST_APART, _MOST_IMPOSSIBLE = 6.0, 0.01
 """Standard deviations from the mean log-probability, and the share of tokens that the target never writes, from which
-texts are refused. Rounding moves one of some 100,000 tokens out of those that top-k, top-p and min-p keep."""
+texts are refused. Rounding moves one of some 100,000 tokens out of the set that top-k, top-p and min-p keep."""
 
 
 def acceptance(session: Session, requests: list[PromptRequest]) -> None:
@@ -232,7 +232,7 @@ def _read(
 
 
 def _digest(texts: Sequence[FinishedText]) -> str:
-    """What tells these texts from others."""
+    """A digest that tells these texts from others."""
     return sha256(repr([tuple(asdict(text).values()) for text in texts]).encode()).hexdigest()[:16]
 
 

@@ -36,11 +36,11 @@ OF_TOKENS = ("token_id", "log_p", "expected_log_p", "variance_log_p")
 LOG_Q, LOG_RACE, PROPOSED, TREE = "log_q", "log_race", "proposed", "tree="
 _NUM_BOOTSTRAPS, _NUM_AT_ONCE = 1000, 512
 _NEAR_TIE = 0.5
-"""Of greedy text, how far below the best logit a token may stand that another rounding has chosen."""
+"""The most by which a token of greedy text, chosen by another rounding, may stand below the best logit."""
 
 
 def law_of(sampling: SamplingConfig) -> dict[str, Any]:
-    """The settings that make the law of texts, as a trace records them: those that differ from their defaults."""
+    """The settings that make the law of texts, as a trace records them: all but defaults, and the temperature."""
     names = [entry.name for entry in fields(sampling) if entry.name not in NOT_OF_LAW]
     found = {name: getattr(sampling, name) for name in names}
     kept = {name: value for name, value in found.items() if value != default_of(sampling, name)}
@@ -144,13 +144,13 @@ class Trace:
 
     @property
     def drafts(self) -> dict[str, dict[str, Any]]:
-        """What is known of each draft, by name."""
+        """The facts about each draft, by name."""
         found: dict[str, dict[str, Any]] = self.about["drafts"]
         return found
 
     @property
     def temperatures(self) -> list[float]:
-        """Of each law."""
+        """The temperature of each law."""
         return [float(law["temperature"]) for law in self.about["laws"]]
 
     @cached_property
@@ -217,7 +217,7 @@ class Trace:
         return Replay(reach_BTD=reach, lengths_B=lengths, prompts_B=self.arrays["text_index"][texts])
 
     def rejected(self, replay: Replay, law: int, num_draft_tokens: int) -> Any:  # noqa: ANN401 - (3, N of the law)
-        """The number of each token but a text's first, the rounds that draft it, and those that reject it."""
+        """The number of each token but a text's first, the rounds that draft it, and the rounds that reject it."""
         of_texts = arithmetic.rejected(replay.reach_BTD, replay.rounds(num_draft_tokens), num_draft_tokens)
         rows = zip(self._firsts[self.texts(law)], replay.lengths_B, of_texts.swapaxes(0, 1), strict=True)
         found = [

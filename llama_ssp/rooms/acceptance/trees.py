@@ -1,11 +1,11 @@
-"""How much of a text rounds of a tree accept, given the text: the way down of `sampling.trees.verify_tree`.
+"""Computes how much of a given text rounds of a tree accept, on the way down of `sampling.trees.verify_tree`.
 
 A node that is reached with weight a accepts the text's next token x by one of its children with a probability that
 follows from a, from p and q there, and from the children that are examined before: x is child k with the draft's
 probability q_k(x), and is reached with b = min(1, a_k p_k(x) / q_k(x)), which is the weight further down. Nodes off the
 text matter only as these earlier children. They are drawn as the rule rejects them, in proportion to the positive part
-of q_k - a_k p_k, and the way to x in proportion to its share, so that the products of shares have the right mean. Those
-of different places are drawn apart, which keeps sums over ways of a text exact on average.
+of q_k - a_k p_k, and the way to x in proportion to its share, so that the products of shares have the right mean. Draws
+at different places are independent, which keeps sums over ways of a text exact on average.
 
 Children that are certain need no draws: x leaves their tree at one depth.
 

@@ -37,7 +37,7 @@ _TINY, _ROUNDING, _NEVER = 1e-30, 1e-6, 1e30
 _MOST_AT_ONCE = 2**20
 """Probabilities of a model whose laws are formed together."""
 _OF_SCORE = 4
-"""Numbers of a score before those of faults; its drift stands after these."""
+"""Numbers of a score before its faults' numbers, after which its drift stands."""
 _LEAST_REST = 1e-3
 """Mass of a residual; of a smaller one rounding is too large a share."""
 
@@ -90,8 +90,8 @@ class LawSums:
 
         A draft without probabilities has 1 at the token that it proposes. `newest_BN` are the tokens before, and
         `roles_B` says how each token came about, a `Role`; an unused one adds nothing. `forgetful_BV` are the target's
-        probabilities if penalties do not see the drafted tokens of the round, and `stated_BV` those that the texts'
-        maker says.
+        probabilities if penalties do not see the drafted tokens of the round, and `stated_BV` the probabilities that
+        the texts' maker states.
         """
         roles_B1, num_rows = roles_B[:, None], max(1, _MOST_AT_ONCE // target_BV.shape[1])
         others = (target_BV if one_BV is None else one_BV for one_BV in (forgetful_BV, stated_BV))

@@ -43,7 +43,7 @@ _LEAST_VARIANCE = 1.0
 """Rounding may turn a few tokens, also where the target is certain of all of them."""
 _NUM_ERRORS = 5.0
 _LEAST_SHIFT, _NO_VARIANCE = 1e-3, 1e-6
-"""Below is rounding: a shift in standard deviations, and the variance of a score that the settings make constant."""
+"""Smaller is rounding: a shift in standard deviations, and the variance of a score that the settings make constant."""
 
 
 class Role(IntEnum):
@@ -132,7 +132,7 @@ class Sum:
     shifts: tuple[float, ...]
 
     def beyond(self, most: float) -> "Sum":
-        """What is left of the sum, and of what faults add, if something else may have added as much."""
+        """Subtract from the sum, and from what faults add, the most that something else may have added."""
 
         def left(value: float) -> float:
             return math.copysign(max(abs(value) - most, 0.0), value)
@@ -141,7 +141,7 @@ class Sum:
 
     @property
     def varies(self) -> bool:
-        """Whether the score depends on the token at all, in rounds as these."""
+        """Whether the score depends on the token at all, in rounds like these."""
         return self.variance > _NO_VARIANCE
 
     @property
@@ -182,9 +182,9 @@ def sums_of(texts: Iterable[TextSums]) -> dict[str, Sum]:
 
 
 def roundings(stated: Sequence[TextSums], num_texts: int) -> dict[str, float]:
-    """How far the maker's own law may have moved the sums of so many texts, by the ones whose probabilities it stated.
+    """The most by which the maker's law may have moved the sums of texts, by the ones whose probabilities it stated.
 
-    Of the others the mean is taken, and five standard errors, of it and of the sum.
+    The other texts count with the mean, and with five standard errors of it and of their sum.
     """
     found, num, left = dict[str, float](), len(stated), num_texts - len(stated)
     for place, name in enumerate(SCORES):

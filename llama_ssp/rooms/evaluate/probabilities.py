@@ -1,6 +1,6 @@
 """The target's probabilities of finished texts: how probable each new token was, as the run samples.
 
-Of texts with roles the draft's probabilities are found too, and `law` adds up the differences between the text
+For texts with roles the draft's probabilities are found too, and `law` adds up the differences between the text
 and the target's distribution.
 
 The ranks of a target compute together; with replicas, each scores its share of the texts. Every prompt is read once
@@ -165,7 +165,7 @@ class Scorer:
 
         Penalties see one position at a time, and not the drafted tokens, which decoding penalizes too. With `begins_BS`
         (see `_round_starts`) it also yields log-probabilities whose penalties ignore the round's earlier tokens, and
-        with `stated` those that the texts' maker says, with the processors.
+        with `stated` what the texts' maker states, with the processors.
         """
         num_slots = tokens_BS.shape[1]
         bucket = self._buckets.covering(num_slots)
@@ -201,7 +201,7 @@ class Scorer:
 
 
 def _as_stated(logits_B1V: Tensor, tops: Sequence[Mapping[int, float]]) -> Tensor:
-    """The log-probabilities (B, 1, V) of logits, those in `tops` as they are there; others share what is left."""
+    """The log-probabilities (B, 1, V) of logits: `tops` gives some of them, and the others share what is left."""
     log_probs_B1V = logits_B1V.log_softmax(-1)
     for log_probs_V, top in zip(log_probs_B1V[:, 0], tops, strict=True):
         if top:
@@ -231,7 +231,7 @@ def score(
 ) -> list[TextScore]:
     """Return the scores of every text, the same on every rank; none for no texts.
 
-    Texts with roles have sums, without a draft those that need none. `sampling` is by default the run's. Every rank
+    Texts with roles have sums; without a draft, the sums that need none. `sampling` is by default the run's. Every rank
     gives the same texts. Shows its progress. Raises InterruptedRun on every rank if stopped.
     """
     mesh, config = session.models.mesh, session.config

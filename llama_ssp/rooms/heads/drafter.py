@@ -104,7 +104,7 @@ class HeadDrafter(StepwiseDrafter):
         read_prompts(reader, pairs, rows=of_some, buckets=buckets)
 
     def _reading_pairs(self, _prompts: Prompts, _rows: Sequence[int]) -> Callable[..., Tensor]:
-        """What reads pairs of some of these prompts, and returns the logits of the scored ones."""
+        """The function that reads pairs of some of these prompts, and returns the logits of the scored ones."""
 
         def read(ids_RT: Tensor, positions_RT: Tensor, *, cache_rows_B: Tensor, **where: Any) -> Tensor:
             hidden_RTE = self._hidden_of_rows(positions_RT, cache_rows_B)
@@ -114,7 +114,7 @@ class HeadDrafter(StepwiseDrafter):
         return read
 
     def _held(self, held: Held, num_tokens: int) -> Held:
-        """The pairs of a beginning of a prompt: the last token of a beginning may have another one behind it.
+        """The pairs of a beginning of a prompt: the last token of a beginning may have another one after it.
 
         Module k reads the tokens k further.
         """

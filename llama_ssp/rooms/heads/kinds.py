@@ -1,4 +1,4 @@
-"""Which kind of draft head a config.json describes: `architectures` decides, and what is not known is refused by name.
+"""Finds the kind of draft head that a config.json describes, by `architectures`; refuses unknown kinds by name.
 
 A name of a class or a type of `speculators` that ends in another version than the ones here is no older kind, nor is a
 field that no kind here has. Imports no torch.
@@ -28,7 +28,7 @@ _OF_SPARK = {
 _OWN_FIELDS = {DFLASH2: _OF_SELECTOR, DSPARK: _OF_SPARK}
 """Fields of one kind alone, by kind."""
 _OWN_WORDS = ("selector_", "conv_", "candidate_", "markov_", "enable_confidence_", "confidence_")
-"""How names of such fields begin, also in files of kinds to come."""
+"""Beginnings of the names of such fields, also in files of kinds to come."""
 _OF_BLOCKS = {
     "target_layer_ids", "mask_token_id", "block_size", "input_embedding_scale", "output_multiplier",
     "final_logit_softcapping", "causal", "use_swa", "attention_sink_bias",
@@ -81,7 +81,7 @@ def classes_of(content: Mapping[str, Any]) -> list[str]:
 
 
 def fields_of_blocks(content: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What `dflash_config` says, or nothing."""
+    """The fields of `dflash_config`; none without it."""
     blocks = content.get(BLOCKS)
     return blocks if isinstance(blocks, dict) else {}
 

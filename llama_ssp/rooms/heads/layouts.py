@@ -47,12 +47,12 @@ _MASKS = "mask_token_id", "ptd_token_id"
 FC, MARKOV, SELECTOR = "fc", "markov_head", "candidate_selector"
 """The product of a head that maps taps to a hidden state, and the parts that join drafted tokens."""
 CONFIDENCE = "confidence_head.proj"
-"""Of DSpark, what estimates if a token will be accepted."""
+"""The product of DSpark that estimates whether a token will be accepted."""
 MASK = "mask_hidden"
 """The tensor of taps that mask tokens are read with."""
 MARKOV_HEADS = "vanilla", "gated", "rnn"
 CONVOLUTIONS = "attention_conv", "mlp_conv"
-"""Of a layer of DFlash 2, around attention and MLP."""
+"""The convolutions of a layer of DFlash 2, around attention and MLP."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,7 +225,7 @@ def _value(content: Mapping[str, Any], name: str) -> Any:  # noqa: ANN401 - any 
 
 
 def _of_selector(content: Mapping[str, Any], sizes: Mapping[str, Any], block_size: int, file: Path) -> dict[str, Any]:
-    """What DFlash 2 has; CheckpointError if it does not fit together."""
+    """The fields of DFlash 2 alone; CheckpointError if they do not fit together."""
     defaults = {"selector_rank": 256, "selector_top_k": 16, "conv_kernel_size": 2, "conv_group_size": 16}
     found = {name: _value(content, name) for name in defaults}
     if SPECULATOR in content:

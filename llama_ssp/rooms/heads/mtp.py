@@ -4,9 +4,9 @@
     hidden state of token i, as below        | hnorm - eh_proj | decoder layer of module k | norm | the target's output
 
 The first module reads the target's hidden state after its final norm. Module k drafts token k + 1 of a round: it reads
-the output of module k - 1 after its norm, as in DeepSeek's report and in transformers. Those of MiMo-V2 all read the
-target's hidden state before its final norm, as in SGLang. After the last module it reads its own output, one pair
-further each time, as a single module always does.
+the output of module k - 1 after its norm, as in DeepSeek's report and in transformers. The modules of MiMo-V2 all read
+the target's hidden state before its final norm, as in SGLang. For tokens beyond the modules the last one reads its own
+output, one pair further each time, as a single module always does.
 
 Layouts by the names of their tensors; L layers of the target:
 
@@ -46,7 +46,7 @@ MTP_KINDS = (
     "deepseek_v3", "ernie4_5_moe", "exaone_moe", "glm4_moe", "glm4_moe_lite", "mimo_v2_flash", "qwen2",
     "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next",
 )  # fmt: skip
-"""Families whose MTP layers are read; those of `qwen2` are MiMo's."""
+"""Families whose MTP layers are read; `qwen2` stands for MiMo."""
 _OTHER_DRAFTS = "give an EAGLE-3 head of the target, or a smaller model, as draft=NAME"
 _UNSAID = {"qwen3_next": 1, "mimo_v2_flash": 3}
 """Modules of families whose config.json does not say how many there are."""
@@ -124,7 +124,7 @@ def of_modules(content: Mapping[str, Any], number: int) -> dict[str, Any]:
 
 
 def with_join(shape: ModelShape) -> ModelShape:
-    """The sizes of a head, from those of a model of its layers, with the modules of a record that `is_written`."""
+    """The sizes of a head, from a model of its layers; where a record `is_written`, with the modules of the join."""
     if not record_of(shape.model_type).is_written:
         return shape
     held, width = inventory(shape), shape.hidden_size

@@ -59,7 +59,7 @@ class _Markov:
         return functional.embedding(ids_BM, self._embedding_VS)
 
     def __call__(self, ids_BM: Tensor, hidden_BME: Tensor, state_BMS: Tensor) -> tuple[Tensor, Tensor]:
-        """Return them, and the next state."""
+        """Return the logits, and the next state."""
         inner_MS = self.embedded(ids_BM).flatten(0, 1)
         state_MS, hidden_ME = state_BMS.flatten(0, 1), hidden_BME.flatten(0, 1)
         if self.is_recurrent:
@@ -111,7 +111,7 @@ class ParallelRunner(HeadRunner):
         return positions_BT
 
     def _sees(self, sees_BTA: Tensor, _num_context: int) -> Tensor:
-        """What positions see in slots of their own, given what they see of what comes before them."""
+        """Change the slots (B, T, A) that positions see, given as `TreePlaces.sees_BTA`: each sees earlier ones."""
         return sees_BTA
 
     def _read(
@@ -134,7 +134,7 @@ class _Slots(Workspace):
 
 
 class _Selector:
-    """Logits (B, M, V) of the next token from those (B, 1, V) of its position: the best ones, given the last token."""
+    """Scores the best tokens of a position's logits (B, 1, V) by the token before it: logits (B, M, V)."""
 
     def __init__(self, weights: Weights, num_candidates: int) -> None:
         self._before_VS, self._after_VS, projection_SE = (
@@ -191,7 +191,7 @@ class BlockLayer(Layer):
         return added(self.down(gated_MI, x_ME))
 
     def _attended(self, x_ME: Tensor, context_BCE: Tensor, attend: LayerAttention) -> Tensor:
-        """The heads (M, I) of the block's positions, from normed ones."""
+        """The attended heads (M, I) of the block's positions, whose input is normed."""
         num_rows, num_context, width = context_BCE.shape
         both_BTE = torch.cat([context_BCE, x_ME.view(num_rows, -1, width)], dim=1)
         attended_TI = attend(self.qkv.linear(both_BTE.flatten(0, 1)), self.number, self.heads, self.head_norms)
@@ -279,7 +279,7 @@ class BlockRunner(ParallelRunner):
         return self._context_norm(super().hidden_of(taps_BTX))
 
     def _seen(self, positions_BT: Tensor, num_context: int) -> Tensor:
-        """Of the context, whose attention has no effect, nothing where layers have masks of their own."""
+        """See `ParallelRunner`; the context, whose attention has no effect, sees no slot if layers have own masks."""
         if not self._config.sees_all:
             return functional.pad(positions_BT[:, num_context:], (num_context, 0), value=-1)
         first_B1, last_B1 = positions_BT[:, :1], positions_BT[:, -1:]
@@ -360,7 +360,7 @@ class BlockRunner(ParallelRunner):
         return (logits / head.softcap).tanh() * head.softcap if head.softcap > 0 else logits
 
     def _selected(self, hidden_BKE: Tensor, logits_BKO: Tensor) -> Following:
-        """Of DFlash 2: every rank selects among all tokens, and returns what is read of the result."""
+        """Select among all tokens on every rank, as DFlash 2 does, and return what is read of the result."""
         logits_BKV = self._comm.all_gather_last(logits_BKO, self._head_sizes).float()
         selector = self._selector
         assert selector
@@ -376,7 +376,7 @@ class BlockRunner(ParallelRunner):
 
 
 def _bounds(positions_BT: Tensor, reach: Reach) -> tuple[Tensor, Tensor]:
-    """The first and the last position that each position of a block sees; -1 is of no block, and sees the first one."""
+    """The first and last position that each position of a block sees; -1, outside of a block, sees position 0 alone."""
     last_B1 = positions_BT.amax(1, keepdim=True)
     anchor_B1 = torch.where(positions_BT < 0, last_B1, positions_BT).amin(1, keepdim=True)
     last_BT = positions_BT if reach.is_causal else last_B1.expand_as(positions_BT)

@@ -7,7 +7,7 @@
 
 Each position of the block has the law of one drafted token, given the text; with a Markov head, given the token drafted
 before it as well. Each is drawn by uniforms of its own, as the rule draws. With `draft.confidence` a draft ends before
-the first token that the head's estimate of its acceptance is less for; the estimate reads the token before.
+the first token whose acceptance the head estimates to be lower; the estimate reads the token before.
 
 Shapes: B sequences, C = K + 1 positions of the context, T of the forward, K drafted tokens, M nodes of a level, V
 vocabulary.

@@ -49,7 +49,7 @@ class Head(Cached, Protocol):
         """Read pairs into the cache.
 
         Args:
-            ids_BT: the token behind each position.
+            ids_BT: the token after each position.
             hidden_BTE: hidden states at the positions, from `hidden_of` or the call before; may be overwritten.
             positions_BT: of the pairs.
             bucket: see `Runner.forward`.
@@ -91,13 +91,13 @@ class ModulesHead(Head, Protocol):
 
 
 Following = Callable[[int, Tensor, Tensor | None], Tensor]
-"""Maps a depth, tokens (B, M) that were drafted before it, and their parents' places among those of the call before, or
-None in chains, to the logits (B, M, V) of the tokens behind them. Depth 0 comes first, with the newest token."""
+"""Maps a depth, tokens (B, M) drafted before it, and their parents' places among the tokens of the call before (None in
+chains) to the logits (B, M, V) of the tokens after them. Depth 0 comes first, with the newest token."""
 
 
 @dataclass(frozen=True)
 class Confident:
-    """A `Following`, and what maps the tokens (B, K) before each drafted one to its logit of being accepted (B, K)."""
+    """A `Following`, and a function from the tokens (B, K) before drafted ones to their logits of acceptance (B, K)."""
 
     following: Following
     confidence: Callable[[Tensor], Tensor]
@@ -110,20 +110,20 @@ class Confident:
 class OnePassHead(Head, Protocol):
     """A draft head that drafts a block of tokens in one forward; see `one_pass`.
 
-    The token of a position stands `tokens_ahead` behind it; `mask_token_id` stands for tokens to come.
+    The token of a position stands `tokens_ahead` after it; `mask_token_id` stands for tokens to come.
     """
 
     mask_token_id: int
     tokens_ahead: int
 
     def block_size(self, num_drafted: int) -> int:
-        """The positions behind the context that drafting so many tokens reads."""
+        """The number of positions after the context that drafting `num_drafted` tokens reads."""
 
     def draft(
         self, ids_BT: Tensor, context_BCE: Tensor, positions_BT: Tensor, *, num_drafted: int, bucket: int,
         cache_rows_B: Tensor | None = None, tree: TreePlaces | None = None,
     ) -> Following:  # fmt: skip
-        """Read the newest positions of the context, with what `hidden_of` makes of their taps, and those of the block.
+        """Read the newest positions of the context, with what `hidden_of` makes of their taps, and the block's.
 
         Several positions of the context may be the same one. `tree` has slots that differ from positions.
         """

@@ -1,4 +1,4 @@
-"""Which positions a layer of a block's head sees, as the trainers of heads read their config.json. Imports no torch.
+"""The positions that a layer of a head of blocks sees, as trainers of heads read their config.json; without torch.
 
     p a position of the block, a the first one, e the last one, W the window of the layer
 
@@ -28,7 +28,7 @@ OF_REACHES = *_OF_WINDOWS, "is_causal"
 
 
 class Reach(NamedTuple):
-    """What a layer sees; see the module. By default everything."""
+    """The positions that a layer sees, by default all; see the module."""
 
     window: int | None = None
     is_causal: bool = False
@@ -39,7 +39,7 @@ ALL = Reach()
 
 
 def reaches_of(content: Mapping[str, Any], sizes: Mapping[str, Any], kind: str, file: Path) -> tuple[Reach, ...]:
-    """What each layer of a head of blocks sees.
+    """The reach of each layer of a head of blocks.
 
     `sizes` are the fields of its layers. CheckpointError if they contradict themselves, or a trainer is not known to
     read them.

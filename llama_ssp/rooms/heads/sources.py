@@ -72,7 +72,7 @@ class HeadSource:
     context = property(attrgetter("target.context"))  # The head's rotary positions go as far.
     dtype = property(attrgetter("files.dtype"))
     ties, places = False, MappingProxyType({FC: f"model.{FC}"})
-    library_runner = ""  # its layers are those of the lean decoder.
+    library_runner = ""  # its layers are the lean decoder's.
 
     @property
     def lean_runner(self) -> str:
@@ -97,7 +97,7 @@ class HeadSource:
 
     @cached_property
     def config(self) -> PretrainedConfig:
-        """Of a model whose one layer the head has; `vocab_size` is D."""
+        """The config of a model whose one layer the head has; `vocab_size` is D."""
         config = copy(self.files.config)
         config.update({"vocab_size": self.shape.vocab_size})
         return config
@@ -339,7 +339,7 @@ class MtpSource:
 
 
 def source_of(files: WeightSource | None, target: WeightSource) -> HeadSource | MtpSource:
-    """The source of a head, in its own files or in those of its target; raises as `of_target` and `mtp_of`."""
+    """The source of a head, in its own files or in its target's; raises as `of_target` and `mtp_of`."""
     if files is None:
         return mtp_of(target)
     head = getattr(files, "head", None)

@@ -1,4 +1,4 @@
-"""What a server is asked, and its answers on rank 0: kept in the run folder as they come, each once.
+"""The requests to a server, and its answers on rank 0: kept in the run folder as they come, each once.
 
 A key names the check that a request is for and its number. A resumed audit asks what has no answer yet.
 """
@@ -52,7 +52,7 @@ _FEWER_LOGPROBS = 5
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What a server has shown of itself: the fields that it takes, its model's name, its context, its maker."""
+    """Facts that a server has shown: the fields that it takes, its model's name, its context, its maker."""
 
     name: str
     served: str
@@ -100,7 +100,7 @@ def fields_of(sampling: SamplingConfig) -> dict[str, Any]:
 
 
 def processors(session: Session, requests: Sequence[PromptRequest]) -> dict[str, tuple[SamplingConfig, SamplingConfig]]:
-    """The settings that are checked one by one, strong enough to show in a few hundred tokens, and those without."""
+    """Settings with one checked setting each, strong enough to show in a few hundred tokens, and without it."""
     base, eos_ids = plain(session.config.sampling), session.models.eos_ids
     found = {name: with_value(base, name, value) for name, value in PROCESSORS.items()}
     biased = sorted({token for request in requests for token in request.prompt_ids} - {*eos_ids})
@@ -148,7 +148,7 @@ class Asker:
         return self._asks(check, config.sampling, num=num, num_texts=num_texts, num_scored=NUM_SCORED, seed=seed)
 
     def others(self) -> list[Ask]:
-        """The texts of all other checks but those that need answers first."""
+        """The texts of all other checks that need no answers first."""
         greedy, found = replace(plain(self._config.sampling), temperature=0.0), list[Ask]()
         if GREEDY in self._checks:
             found = self._asks(GREEDY, greedy, num=self._config.max_new_tokens, num_texts=len(self._requests))

@@ -43,7 +43,7 @@ _END = -1
 
 
 class Finding(NamedTuple):
-    """What a check has found: its name, `HELD` or another outcome, and a sentence without a full stop."""
+    """The finding of a check: its name, `HELD` or another outcome, and a sentence without a full stop."""
 
     check: str
     outcome: str
@@ -78,7 +78,7 @@ def judge_sums(check: str, sums: Mapping[str, Sum], rounding: Mapping[str, float
 
 
 def tolerated(sums: Mapping[str, Sum], variation: float) -> dict[str, float]:
-    """How far a law at this total variation may move each sum."""
+    """The most by which a law at this total variation may move each sum."""
     return {name: variation * one.range for name, one in sums.items()}
 
 
@@ -87,7 +87,7 @@ def _beyond(sums: Mapping[str, Sum], rounding: Mapping[str, float]) -> dict[str,
 
 
 def _missed(sums: Mapping[str, Sum], rounding: Mapping[str, float], *, least_p: float) -> str:
-    """Name the faults that so many tokens might not have shown."""
+    """Name the faults that these sums would have shown, and the ones that they could have missed."""
     found = powers([*_beyond(sums, rounding).values()], least_p=least_p)
     chances = {fault: found.get(fault, 0.0) for fault in moves(sums.values())}
     surprise = sums.get("surprise")
@@ -103,7 +103,7 @@ def _missed(sums: Mapping[str, Sum], rounding: Mapping[str, float], *, least_p: 
 
 
 def between(first: Mapping[str, Sum], second: Mapping[str, Sum], *, factor: float) -> dict[str, Sum]:
-    """The sums of texts less those of a baseline's, whose rounding they share; `factor` makes up for its size."""
+    """The sums of texts less a baseline's sums, which share their rounding; `factor` makes up for its size."""
     return {
         name: replace(
             one, value=one.value - factor * other.value, variance=one.variance + factor**2 * other.variance,
@@ -115,7 +115,7 @@ def between(first: Mapping[str, Sum], second: Mapping[str, Sum], *, factor: floa
 
 
 def require_target(log_probs: Sequence[float], expected: float) -> None:
-    """Raise ConfigError for texts that are not the target's by far, of which this sum is expected."""
+    """Raise ConfigError if log-probabilities sum to far less than `expected`: the texts are not the target's."""
     apart = (expected - sum(log_probs)) / max(len(log_probs), 1)
     if apart > _OTHER_MODEL:
         raise ConfigError(
@@ -155,7 +155,7 @@ def judge_processor(
 def judge_log_probs(pairs: Sequence[tuple[Scored, TokenLogprob]]) -> tuple[Finding, float | None]:
     """Judge returned log-probabilities against the target's own; returns the largest total variation too.
 
-    That of the most probable tokens that both name, and the rest, and no less than the text's token alone shows.
+    It is over the most probable tokens that both name and the rest, and at least what the text's token alone shows.
     Rounding leaves the slope of the one in the other at 1; another temperature does not. Raises ConfigError where they
     are hardly alike: another model.
     """

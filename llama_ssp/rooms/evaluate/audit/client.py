@@ -36,7 +36,7 @@ class RefusedError(Exception):
 
 
 class Bounds:
-    """What is left of requests and time, for all threads; counts the repeated requests."""
+    """The requests and the time that are left, for all threads; counts the repeated requests."""
 
     def __init__(self, *, requests: int, minutes: float) -> None:
         self._left, self._end_s, self._lock = requests, time.monotonic() + 60 * minutes, threading.Lock()
@@ -129,8 +129,8 @@ def answers(
 ) -> Iterator[tuple[Ask, dict[str, Any] | RefusedError]]:
     """Yield requests with their answers, as these come; raises as `Client`.
 
-    Once `stops` says so, no further one is asked, and those that run are waited for; without the ones that a bound of
-    the client leaves without an answer.
+    Once `stops` says so, it starts no further request and waits for the running ones. It leaves out requests that a
+    bound of the client leaves without an answer.
     """
 
     def answer(ask: Ask) -> dict[str, Any] | RefusedError:

@@ -139,7 +139,7 @@ class _Judge:
         checks.require_target(log_probs, sum(one.expected for one in scores))
 
     def _texts(self, check: str) -> list[SampledText]:
-        """The texts of a check whose tokens are known, those of a prompt after one another."""
+        """The texts of a check whose tokens are known, the texts of a prompt after one another."""
         known = [
             SampledText(
                 prompt_ids=prompt, token_ids=answer.ids,
@@ -167,7 +167,7 @@ class _Judge:
         return sums_of([one.sums for one in self._scores[check] if one.sums])
 
     def _rounding(self, texts: Sequence[SampledText], scores: Sequence[TextScore]) -> dict[str, float] | None:
-        """How far rounding may have moved the sums of texts, as given or as shown; None if neither."""
+        """The most by which rounding may have moved the sums of texts, as given or as shown; None if neither."""
         found = [one.sums for one in scores if one.sums]
         both, most = zip(texts, scores, strict=True), self._variation
         stated = [one.sums for text, one in both if one.sums and len(text.stated) == len(text.token_ids)]

@@ -19,7 +19,7 @@ _ID = "token_id:"
 
 
 class Scored(NamedTuple):
-    """What a server says of a place of a text: the log-probability of its token, and of the most probable ones."""
+    """A server's log-probabilities at a place of a text: of its token, and of the most probable ones."""
 
     own: float
     top: dict[int, float]

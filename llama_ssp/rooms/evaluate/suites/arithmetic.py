@@ -16,7 +16,7 @@ from llama_ssp.settings.schema import RunConfig
 MOST_PROMPTS = 90 * 90
 """All products of two numbers of two digits."""
 NUM_PROMPTS = 1000
-"""How many a run computes that does not say num_prompts."""
+"""Products of a run that does not say num_prompts."""
 NUM_EXAMPLES = 3
 FALSE_PASS_RATE = 0.05
 """Highest probability of a pass if the true rates differ by the margin or more."""
