@@ -1,1 +1,1 @@
-"""What would be better: warnings of a plan, changes that would fit, and searches over all that a machine can do."""
+"""Better choices: warnings of a plan, changes that would fit, and searches over all that a machine can do."""

@@ -37,7 +37,7 @@ MOST_NODES = 4
 """Nodes that are tried if one has too little room."""
 TREES = tuple(map(tree_shape, ("2x1x1", "2x2x1", "3x2x1x1", "4x2x2x1x1")))
 FEW_ROWS = 4
-"""Trees that a search tries for heads of which none is known, and the most rows that it tries trees for: each row has a
+"""Trees that a search tries for heads without a known tree, and the most rows that it tries trees for: each row has a
 tree of its own."""
 
 
@@ -369,7 +369,7 @@ class Search:
 
 
 def show(config: PlanConfig, machine: HardwareConfig, settings: Sequence[str]) -> None:
-    """Print every sensible use of a machine, the asked model first, and draw it; `settings` are those that were given.
+    """Print every sensible use of a machine, the asked model first, and draw it; `settings` are the given ones.
 
     Raises ConfigError if a figure cannot be drawn.
     """

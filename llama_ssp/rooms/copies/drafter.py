@@ -251,7 +251,7 @@ class History(_Sequences, Workspace):
         self._add(prompts.tokens_RS, torch.minimum(slots_1W, prompts.lengths_R[:, None] - 1), serials_R1)
 
     def add(self, tokens_BS: Tensor, lengths_B1: Tensor, *, num_tokens: int, places_B: Tensor | None = None) -> None:
-        """Add the newest tokens of each row of the batch, or of those at some places."""
+        """Add the newest tokens of each row of the batch, or of the rows at some places."""
         steps_W = torch.arange(-num_tokens, 0, device=lengths_B1.device)
         serials_B1 = self._serials_B1 if places_B is None else self._serials_B1.index_select(0, places_B)
         self._add(tokens_BS, (lengths_B1 + steps_W).clamp_min(0), serials_B1)

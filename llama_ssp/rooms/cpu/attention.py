@@ -80,7 +80,7 @@ SIGNATURE = (
     "Tensor qkv, Tensor turns, Tensor positions, Tensor slots, Tensor(a!) cache, Tensor own_slots, Tensor sees, "
     "int num_heads, float scale, int window) -> Tensor"
 )
-"""What the operator takes and returns, after its name and a parenthesis."""
+"""The arguments and the result of the operator, after its name and a parenthesis."""
 
 
 @cache

@@ -1,4 +1,4 @@
-"""How the lean decoder attends by the compiled operator, and computes whole layers with it.
+"""Attention of the lean decoder by the compiled operator, and whole layers with it.
 
 Shapes: B rows, T positions, M = B * T tokens, X = H + 2 N heads, D head dim, E = H * D, O = X * D, P = D / 2, S slots,
 A slots that are seen.
@@ -57,7 +57,7 @@ class LayerOperator:
         return self.attention(qkv_MO.float(), *place, *sizes).to(qkv_MO.dtype)
 
     def place(self, number: int, like: Callable[[], Tensor]) -> TokenPlaces:
-        """Where the tokens are, for a layer; `like` makes what its keys and values are like."""
+        """The places of the tokens, for a layer; `like` makes a tensor like its keys and values."""
         parts = self.view.buffer(number, like).parts
         return TokenPlaces(
             self.freqs_cis_S1P, self.positions_BT, self.view.slots_M, parts, self.own_slots_BT, self.sees_BTA
@@ -78,7 +78,7 @@ class CompiledAttention:
         self, freqs_cis_S1P: Tensor, positions_BT: Tensor, view: CacheView, *,
         tree: TreePlaces | None, seen_BT: Tensor | None, windows: Sequence[int | None],
     ) -> dict[int | None, LayerAttention]:  # fmt: skip
-        """How one forward attends, by window."""
+        """The attention of one forward, by window."""
         positions_BT = positions_BT.contiguous()
         slots_BT = tree.slots_BT.contiguous() if tree else positions_BT
         where = freqs_cis_S1P, positions_BT, slots_BT if seen_BT is None else seen_BT

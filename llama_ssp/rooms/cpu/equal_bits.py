@@ -1,4 +1,4 @@
-"""What a run lacks for `reproducible=true` on a CPU, as far as settings, files and this machine say. Imports no torch.
+"""Names what a run lacks for `reproducible=true` on a CPU, by settings, files and this machine. Imports no torch.
 
 A rank's own slice, and weights that fp16 does not hold, are seen when the models are loaded.
 """
@@ -19,7 +19,7 @@ from llama_ssp.words import said
 
 
 def lacking(config: RunConfig) -> str | None:
-    """What the run lacks, after `reproducible=true needs`; None if nothing is known, or for a GPU."""
+    """Name what the run lacks, after `reproducible=true needs`; None if nothing is known, or for a GPU."""
     if on_gpus(config):
         return None
     draft = config.draft.model

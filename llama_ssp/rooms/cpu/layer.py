@@ -64,7 +64,7 @@ class CompiledLayers:
         )  # fmt: skip
 
     def __call__(self, x_ME: Tensor, attend: "LayerOperator", numbers: range, heads: Heads) -> Tensor:
-        """The residual stream behind layers of these numbers, whose attention is that of a forward."""
+        """The residual stream after layers of these numbers, by the attention of one forward."""
 
         def like() -> Tensor:
             return x_ME.new_empty(x_ME.shape[0], 2 * heads.num_kv, heads.dim)

@@ -197,7 +197,7 @@ def find_linear(weight_OI: Tensor, *, in_halves: float | None, keeps_weight: boo
 
 
 def find_packed(storage: str, shape: torch.Size) -> Callable[..., CompiledLinear] | None:
-    """What makes a layer of packed weights of this shape in a storage format."""
+    """The function that makes a layer of packed weights of this shape in a storage format; None for other shapes."""
     product = format_of(storage).product
     return partial(CompiledLinear, product) if fits(product, shape) else None
 

@@ -40,7 +40,7 @@ def call(name: str, group: object, values: Tensor, *more: int | tuple[int, ...])
 
 
 def find_collectives() -> Callable[..., Tensor]:
-    """What calls collectives as operators."""
+    """The function that calls collectives as operators."""
     return call
 
 

@@ -34,7 +34,7 @@ _BETWEEN_LOOKS_S = 0.01
 """Time of rounds between two comparisons of the numbers, since a round may take a third of a millisecond."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 8.0
 _HELD_S = 1.0
-"""A number that was in use for so long begins with the first pause again."""
+"""Time of use after which a number begins with the first pause again."""
 
 
 @dataclass
@@ -149,7 +149,7 @@ class ThreadChoice(Threads):
 
 
 def find_threads(most: int) -> ThreadChoice:
-    """The choice among at most so many threads, which begins with those that have a core of their own."""
+    """The choice among at most `most` threads, which begins with no more than have a core of their own."""
     return ThreadChoice.up_to(most, num_free=LOAD.num_free(most))
 
 

@@ -1,4 +1,4 @@
-"""Kernels of GPUs, written in Triton, and who takes them: each is tried on its device before its first use.
+"""Kernels of GPUs, written in Triton, and the code that tries each of them on its device before its first use.
 
     kernels       what is computed                                          tried by
     between       norms, rotary embedding and cache, gate                   `between`

@@ -1,4 +1,4 @@
-"""What a run lacks for `reproducible=true` on a GPU, as far as settings and files say. Imports no torch.
+"""Names what a run lacks for `reproducible=true` on a GPU, by settings and files. Imports no torch.
 
 The GPU itself, the number of ranks and whether each kernel works there are seen when the models are loaded.
 """
@@ -17,7 +17,7 @@ from llama_ssp.words import key_of, said
 
 
 def lacking(config: RunConfig) -> str | None:
-    """What the run lacks, after `reproducible=true needs`; None if nothing is known."""
+    """Name what the run lacks, after `reproducible=true needs`; None if nothing is known."""
     if not on_gpus(config):
         return None
     models = [("model", config.model)]

@@ -11,7 +11,7 @@ from llama_ssp.rooms.gpu.attempts import attempt, check, is_current
 
 _HALVES = (torch.float16, torch.bfloat16)
 _CHECKED_SLOTS = 5000
-"""With parts of both sizes."""
+"""The slots of a check, which have parts of both sizes."""
 
 
 @cache

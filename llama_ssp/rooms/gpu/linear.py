@@ -20,7 +20,7 @@ _MEASURED = ("H200",)
 _SLOWER = {(10240, 5120), (49152, 576)}
 """Outputs and inputs of the only ones of 105 matrices for which cuBLAS was faster by more than 2 % at up to 5 rows."""
 _NARROW, _MOST_ROWS = 4096, (8, 16)
-"""Up to how many rows ours were faster, in general and with so many outputs at most."""
+"""The most outputs of a narrow matrix; and the most rows at which ours were faster, in general and for narrow ones."""
 HALVES = (torch.float16, torch.bfloat16)
 
 

@@ -30,7 +30,7 @@ _CHECKED_SLOTS, _CHECKED_POSITIONS = 600, 9
 
 
 class _InBlocks(Linear):
-    """A product of so many rows at once."""
+    """A product of at most `_ROWS_AT_ONCE` rows at once."""
 
     def __init__(self, linear: Linear) -> None:
         self._linear = linear

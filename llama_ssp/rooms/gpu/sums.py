@@ -1,4 +1,4 @@
-"""Chooses who sums small tensors over the GPUs of a node: our kernel, after a check, or NCCL.
+"""Chooses what sums small tensors over the GPUs of a node: our kernel, after a check, or NCCL.
 
 All ranks of a group take the kernel, or none. It needs GPUs of one node that map each other's memory by CUDA's
 inter-process handles, and Triton; AMD's GPUs keep their library's sums.

@@ -25,7 +25,7 @@ from llama_ssp.settings.tasks import NoEffect, ServedField, task_of
 from llama_ssp.words import installing, key_of, listed, said
 
 MOST_BYTES = 1 << 18
-"""Of a grammar: larger ones take seconds to read."""
+"""The most bytes of a grammar: larger ones take seconds to read."""
 MOST_SPACES = 16
 """Spaces and line breaks between two parts of a document: a small model could write them for ever."""
 KINDS = ("json_schema", "regex", "choice", "grammar")
@@ -49,7 +49,7 @@ class GrammarSampling(SamplingConfig):
 
 
 def given_of(sampling: object) -> dict[str, Any]:
-    """What is asked for, by its kind; nothing in sampling without these settings."""
+    """The structures that are asked for, by kind; none in sampling without these settings."""
     return {kind: value for kind in KINDS if (value := getattr(sampling, kind, None)) not in (None, [])}
 
 

@@ -17,8 +17,8 @@ class LibraryCache(Cache):
     """The cache interface of transformers over a `StaticCache`.
 
     Args:
-        layers: those that have slots.
-        of_latents: those whose attention takes both parts of a latent as they are kept.
+        layers: the numbers of the layers that have slots.
+        of_latents: layers whose attention takes both parts of a latent as they are kept.
 
     Attributes:
         view, states: of the current forward; `states` is None without recurrent layers.

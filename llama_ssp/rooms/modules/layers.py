@@ -148,7 +148,7 @@ def layer_of(shape: ModelShape, *, matrices: Mapping[Matrix, int], vectors: int,
 
     Args:
         shape: of the model.
-        matrices: copies of each matrix; those with `num_chosen` are experts.
+        matrices: copies of each matrix; a matrix with `num_chosen` is of experts.
         vectors: elements of all else.
         others: further fields of the inventory.
     """

@@ -293,7 +293,7 @@ class ModuleRunner(CachedRunner):
 class ModulePart:
     """Some layers of a `ModuleRunner`, whose other layers a forward of it passes over; it shares all weights.
 
-    Layers that keep states read and write those of the whole model. A layer may be `copied`, and computes with the
+    Layers that keep states read and write the whole model's states. A layer may be `copied`, and computes with the
     weights of its copy.
     """
 

@@ -1,4 +1,4 @@
-"""A stage of a model of transformers: its layers, and modules that stand in place of those of other stages.
+"""A stage of a model of transformers: its layers, and modules in place of the other stages' modules.
 
     whole    embedding   layers 0 to 4            layers 5 to 9               norm, output
     stage 0  embedding   layers 0 to 4            passed over, first keeps    passed over

@@ -54,7 +54,7 @@ _DPI = 150
 _LEGEND_SHARE = 0.75
 """Room of legends between two rows of panels, of the height of one."""
 _LEGEND_INCHES = 0.5
-"""From the axis down to its legend, past the numbers and the label."""
+"""The distance from the axis down to its legend, past the numbers and the label."""
 _HALF_WIDTH_NAME, _LONGEST_NAME = 28, 40
 """Longest name in a legend of two columns, and in any."""
 _GENERATED_ID = re.compile(r' id="[a-z0-9.]+_\d+"')

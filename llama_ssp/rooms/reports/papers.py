@@ -22,7 +22,7 @@ def to_markdown(runs: Sequence[Run], _missing: Sequence[str] = ()) -> str:
 
 
 def to_latex(runs: Sequence[Run], _missing: Sequence[str] = ()) -> str:
-    """Lay out the tables in LaTeX, with the rules of booktabs; graphicx makes those fit that are wider than a line."""
+    """Lay out the tables in LaTeX, with the rules of booktabs; graphicx makes tables fit that are wider than a line."""
     return "% \\usepackage{booktabs, graphicx}\n" + _laid_out(runs, _latex, _tex)
 
 

@@ -30,7 +30,7 @@ RED, GREEN = COLOURS[4], COLOURS[2]
 
 
 class Choices(Protocol):
-    """What a search has found for a machine, as the page of the room advice describes it."""
+    """The result of a search for a machine, as the page of the room advice describes it."""
 
     @property
     def machine(self) -> HardwareConfig:

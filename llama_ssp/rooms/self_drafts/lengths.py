@@ -1,4 +1,4 @@
-"""What a plan of long texts notes: what fewer bits of the cache, a window, or fewer layers gain there. No torch."""
+"""Notes of a plan of long texts: the gain from fewer bits of the cache, a window, or fewer layers. No torch."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,7 +14,7 @@ from llama_ssp.storage.formats import OWN_DTYPE
 from llama_ssp.words import listed, rounded, said
 
 LEAST_SHARE = 0.5
-"""Of the bytes that a step reads: where keys and values are less, weights decide."""
+"""A share of the bytes that a step reads: where keys and values are less, weights decide."""
 _WINDOW, _NUM_DRAFTED, _STEPS = 512, 4, 6
 _MOST_ASKED = 0.95
 """An acceptance that no draft reaches."""

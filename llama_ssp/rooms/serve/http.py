@@ -46,7 +46,7 @@ _OPEN = {"/health", "/favicon.ico", "/", *(f"/{name}" for name in _PAGE)}
 """Paths that need no key."""
 _MOST_BYTES, _READ_S, _CLOSE_S, _MOST_OPEN = 8 << 20, 30.0, 5.0, 1024
 _MOST_KEPT = 32
-"""Parts of an answer that HTTP's thread takes at a time if nobody sees them before the end."""
+"""Parts of an answer that HTTP's thread takes at a time if the client sees them only at the end."""
 
 
 @torch.inference_mode()
@@ -199,7 +199,7 @@ class Front:
         begun, kept = set[int](), list[tuple[Answer, Part]]()
 
         def take(place: int, part: Part) -> None:
-            """Pass a part on; what nobody sees before the end waits: HTTP's thread takes the decoder's time."""
+            """Pass a part on; keep parts that are only shown at the end: HTTP's thread takes the decoder's time."""
             kept.append((asked.answers[place], part))
             if asked.streams or part.finish_reason or place not in begun or len(kept) == _MOST_KEPT:
                 begun.update([place] if part.new_ids else [])
@@ -277,7 +277,7 @@ def _file_of(name: str) -> Callable[[Request], Response]:
 
 
 def _client_of(request: Request) -> str:
-    """Who asks, by key or by address."""
+    """The client of a request, by its key or its address."""
     return request.headers.get("authorization") or (request.client.host if request.client else "")
 
 

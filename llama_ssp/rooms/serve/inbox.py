@@ -116,7 +116,7 @@ class RequestError(Exception):
 
 @dataclass(eq=False)
 class _Taker:
-    """Who takes the parts of a completion; `num_left` new tokens are counted for its client that it has not got."""
+    """The taker of a completion's parts; `num_left` new tokens that it has not got yet count for its client."""
 
     take: Callable[[Part], None]
     client: str

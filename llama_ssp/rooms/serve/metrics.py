@@ -1,4 +1,4 @@
-"""What `/metrics` answers: counters of the server's own, and those that tools read by the names of vLLM.
+"""The answers of `/metrics`: counters of the server's own, and counters that tools read by the names of vLLM.
 
 `vllm bench serve` and dashboards find the acceptance of drafts under these names, whatever the engine.
 """

@@ -118,7 +118,7 @@ class Service:
         if self._session.stop_request.requested and self._drains_until == math.inf:
             inbox.close()
             timeouts = self._session.config.timeouts
-            assert isinstance(timeouts, ServeTimeouts), "every run has those of rooms"
+            assert isinstance(timeouts, ServeTimeouts), "every run has the timeouts of rooms"
             self._drains_until = time.monotonic() + timeouts.drain_s
         has_time = time.monotonic() <= self._drains_until and self._session.stop_request.num_interrupts < _INTERRUPTS
         return inbox.is_closed and (inbox.is_empty or not has_time)

@@ -30,7 +30,7 @@ _QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
 
 
 class Form(NamedTuple):
-    """How a model writes calls.
+    """The form in which a model writes calls.
 
     Attributes:
         taught_by: finds it in a template.
@@ -71,7 +71,7 @@ class Tools:
 
     Attributes:
         form: of their calls.
-        names: of those that may be called.
+        names: of the tools that may be called.
         marks: the special tokens that begin and end calls, and have no text; none where these are text.
         grammar: of the answer, in the notation of `guided_grammar`; None if it may be any text.
     """
@@ -116,7 +116,7 @@ def tools_of(given: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> To
 
 
 def _choice(given: Mapping[str, Any], names: Collection[str]) -> str:
-    """Who decides about calls: `auto`, `none`, `required`, or the name of the tool to call."""
+    """The choice about calls: `auto`, `none`, `required`, or the name of the tool to call."""
     choice = given.get("tool_choice", "auto")
     if isinstance(choice, dict) and choice.get("type") == "function":
         function = choice.get("function")
@@ -144,7 +144,7 @@ def _function(tool: object, number: int) -> dict[str, Any]:
 
 
 def form_of(tokenizer: PreTrainedTokenizerBase, tools: Sequence[Any], param: str) -> Form:
-    """The form that the chat template teaches; raises RequestError if it is none of those that are known."""
+    """The form that the chat template teaches; raises RequestError for an unknown one."""
     source = tokenizer.get_chat_template(tools=[*tools]) if tokenizer.chat_template else ""
     if found := next((form for form in _FORMS if form.taught_by.match(source)), None):
         return found
@@ -246,14 +246,14 @@ class CallReader:
         return shown.rstrip() if is_over and self._has_calls else shown, calls
 
     def _begin(self) -> int | None:
-        """Where a call may begin in the text that is held."""
+        """The place where a call may begin in the held text; None if there is none."""
         if self._form.is_bare and not self._has_text and self._held.lstrip().startswith("{"):
             return 0
         place = self._held.find(self._form.mark)
         return None if place < 0 else len(self._held[:place].rstrip())
 
     def _end(self, begin: int, *, is_over: bool) -> int:
-        """Where the call that begins there ends; 0 if that is not known yet. Arguments may quote what ends a call."""
+        """The place where the call ends that begins there, 0 if not known yet: arguments may quote what ends a call."""
         mark, held = self._form.end, self._held[begin:]
         ends = [found.end() for found in re.finditer(re.escape(mark), held)] if mark else []
         unquoted = (end for end in ends if '"' not in _QUOTED.sub("", held[: end - len(mark)]))
@@ -268,7 +268,7 @@ class CallReader:
         return shown
 
     def _num_kept(self) -> int:
-        """How much of the end could belong to a call, or to the white space before one."""
+        """The characters at the end that could belong to a call, or to the white space before one."""
         mark, held = self._form.mark, self._held
         begun = next((number for number in range(len(mark) - 1, 0, -1) if held.endswith(mark[:number])), 0)
         return len(held) - len(held[: len(held) - begun].rstrip())

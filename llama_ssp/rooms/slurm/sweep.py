@@ -285,7 +285,7 @@ def _expected(plan: Plan) -> str:
 
 
 def _copies(run: RunConfig, folder: str | None) -> Iterator[_Copy]:
-    """Name the copies of target and draft below `folder`, except of shipped weights, and of those that are made.
+    """Name the copies of target and draft below `folder`, except of weights that are shipped or made by the run.
 
     launch/slurm.sbatch makes them. Raises ConfigError without weights.
     """

@@ -4,7 +4,7 @@
     cache               | 0 .. S-1 |                | S ....... S+W-1    | S+W ................. |
 
 A round moves its window forward before it drafts. Keys were turned by the positions of their tokens before they were
-kept, so that a slot need not be a position: `position - skipped`, where a row has skipped that many tokens behind its
+kept, so that a slot need not be a position: `position - skipped`, where a row has skipped that many tokens after its
 first S. Of a prompt the draft reads the first S and the last W tokens, as if there were no others.
 
 Shapes: B rows, R rows being read, T positions of a forward, C slots of sinks and window, U slots of a row, E width.
@@ -147,7 +147,7 @@ class WindowedHead(Windowed):
             yield positions_RT.minimum((stops_B1 - 1).clamp_min(0))
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - of any head
-        """What of a head does not depend on its cache."""
+        """Take from the head what does not depend on its cache."""
         return getattr(vars(self)["_runner"], name)
 
     def extend(

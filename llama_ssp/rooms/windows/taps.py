@@ -1,12 +1,12 @@
-"""The taps of a target for a head that sees a window: those of the first tokens of a text, and of the newest.
+"""The taps of a target for a head that sees a window: of the first tokens of a text, and of the newest.
 
     positions        | 0 .. S-1 | ............... | P-N ............. P-1 | of a text of P tokens
     slots of a row   | 0 .. S-1 | S ............................... S+N-1 | no tap that is read |
                                   position p is in slot S + (p - S) mod N
 
-N is the window and what rounds write before and behind it, see `engine.tap_slots`. Of a prompt only the taps that stay
+N is the window and what rounds write before and after it, see `engine.tap_slots`. Of a prompt only the taps that stay
 are written: all others, and what fills a shorter prompt up, go to the last slot, so that no forward writes two taps to
-a slot that is read. A slot is never behind its position, so that the first slots of a row are those of a beginning.
+a slot that is read. No slot has a higher number than its position, so the first slots of a row hold a text's beginning.
 
 Shapes: B rows, R rows of prompts, T positions, M tokens.
 """

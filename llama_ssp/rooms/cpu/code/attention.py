@@ -8,7 +8,7 @@ Threads take parts of the tokens, then of the units, where there is enough to do
 Of a unit keys are taken in chunks of 128 slots, from slot 0 on. Of a chunk 16 keys at a time are transposed, so that a
 vector is one dimension of 16 keys and no sum crosses lanes. Then come their exponentials under the largest score so
 far, and the values, one slot after the other. So the sums of a query take the same steps whatever else is computed:
-other queries, the batch, the length of the cache. A slot behind a query's own, or before its window, counts as zero.
+other queries, the batch, the length of the cache. A slot after a query's own, or before its window, counts as zero.
 
 A node of a tree sees the text, the root, and its ancestors among the other nodes, whose slots follow the root's. They
 are taken where they would stand if the path were the text, so a node has the bits of a token of a chain:
@@ -50,7 +50,7 @@ from llama_ssp.rooms.cpu.code.kinds import E4M3_DTYPE, E4M3_SHRINK
 from llama_ssp.storage.formats import CACHES, CacheFormat
 
 _SERIAL = 2**17
-"""Multiplications that a thread of its own does not pay for."""
+"""The most multiplications for which a further thread does not pay."""
 
 CONTEXT = dict.fromkeys(("qkv", "turns", "positions", "slots", "parts", "own_slots", "sees", "out"), POINTER)
 CONTEXT |= dict.fromkeys(("num_heads", "num_kv", "row_tokens", "num_slots", "num_behind", "window", "scale"), I64)
@@ -62,7 +62,7 @@ _AHEAD = 256
 _LINE = 64
 """Bytes that memory gives at a time."""
 LOWEST = -3e38
-"""Below all scores."""
+"""A number below all scores."""
 _SCORED, _SOFTENED, _SUMMED = (1, 2, 4, 8), (1, 2, 4), (1, 2, 4, 8)
 """Queries of a tile whose scores are computed, are turned into exponentials, and weigh values."""
 _REGISTERS = 16
@@ -265,7 +265,7 @@ def _turned(code: Code, x: Value, turns: Value) -> Value:
 
 
 class _Unit(NamedTuple):
-    """What a unit gets, and the memory that it computes in.
+    """The arguments of a unit, and the memory that it computes in.
 
     Attributes:
         keys, values: the first row of the head, in this row of the batch.
@@ -296,7 +296,7 @@ class _Unit(NamedTuple):
     states: Value
 
     def slot_of(self, code: Code, query: Value, place: Value) -> Value:
-        """The slot of a place of a query's path; the last one's for places behind it."""
+        """The slot of a place of a query's path; the last one's for places after it."""
         place = code.smaller(place, code.read(self.places, I64, query))
         of_path = code.add(code.mul(query, self.num_behind), code.larger(code.sub(place, self.root), 0))
         return code.select(code.icmp_signed("<", place, self.root), place, code.read(self.paths, I64, of_path))
@@ -311,7 +311,7 @@ class _Unit(NamedTuple):
 
 
 _KINDS = [*[POINTER] * 5, I64, I64, POINTER, I64, I64, *[POINTER] * 4]
-"""Of the values of a unit."""
+"""The types of the values of a unit."""
 
 
 def unit_of(module: ir.Module, form: CacheFormat, head_dim: int) -> Value:

@@ -71,7 +71,7 @@ def emit(kind: str, rank: int, rotary: int) -> ir.Module:
 
 
 class _Unit(NamedTuple):
-    """What a unit reads and writes, and the memory that it computes in.
+    """The arguments of a unit, and the memory that it computes in.
 
     Attributes:
         count: of its queries.

@@ -80,7 +80,7 @@ _UNPREPARED = dict.fromkeys(("x", "room", "norm"), POINTER)
 _UNPREPARED |= dict.fromkeys(("least_square", "num_rows", "num_inputs"), I64)
 """Words that the threads share which norm and quantize its rows."""
 SERIAL = 2**16
-"""Multiplications, weights that are read included, that a thread of its own does not pay for."""
+"""The most multiplications, and weights that are read, for which a further thread does not pay."""
 _INPUTS_OF_WORD = 8
 _CODE_BITS, _MIDDLE = 4, 8
 _NUMBERS = {NIBBLES: [code - _MIDDLE for code in range(LANES)], E2M1: FP4_NUMBERS}

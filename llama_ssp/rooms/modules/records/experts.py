@@ -20,7 +20,7 @@ QWEN2_MOE = replace(
     MIXTRAL, model_type="qwen2_moe", parameters=partial(decoder, biased=QKV, norms=3),
     tp_plan=layer_plan("mlp.shared_expert", ["gate_proj", "up_proj"], ["down_proj"]),
 )  # fmt: skip
-"""With the vector that weighs the MLP next to the experts."""
+"""Its layers have the vector that weighs the MLP next to the experts."""
 OLMOE = replace(OLMO2, model_type="olmoe")
 DOTS1 = replace(MIXTRAL, model_type="dots1", parameters=partial(decoder, head_norms=2, routes_by_bias=True))
 GLM4_MOE = replace(GRANITE, model_type="glm4_moe", parameters=partial(decoder, routes_by_bias=True))
