@@ -34,7 +34,7 @@ _LAYER = re.compile(r"\.\d+\.")
 _IN_LAYER = re.compile(r"\.\d+\.(?:(?!self_attn\.gate_proj|attn\.c_)\w+\.(?=.*\.))?")
 """The prefix of the name of a module's parameter within a layer, with the name of the layer's part if it has parts."""
 _OUTSIDE = -1
-"""The number of the layer of parameters that are in no layer."""
+"""The layer number of parameters outside of all layers."""
 
 
 def describe(folder: Path) -> ModelShape:
