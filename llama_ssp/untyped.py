@@ -3,7 +3,7 @@
 from typing import Any, TypeAlias
 
 LibraryPart: TypeAlias = Any
-"""A module or a config of transformers, of any kind."""
+"""An object of a library that has no type for it: a module or a config of transformers, a graph of torch, a matcher."""
 Parsed: TypeAlias = Any
 """The content of a file of JSON or YAML."""
 Values: TypeAlias = Any

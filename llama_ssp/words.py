@@ -15,10 +15,11 @@ _ARGUMENTS = {"verification.rule": "verification"}
 _GROUPS = {"sampling", "speculation", "verification", "hardware", "draft", "model", "draft.model"}
 """Settings with another name as arguments, and groups whose settings are arguments without the group."""
 _PHRASES: dict[tuple[str, str], str] = {
-    ("sampling", "greedy"): "temperature=0", ("sampling", "model"): "sampling='model'",
+    ("sampling", "greedy"): "temperature=0",
+    ("sampling", "model"): "sampling='model'",
     ("model.path", "DIR"): "the folder of a checkpoint",
     ("draft.model.path", "DIR"): "the folder of a checkpoint",
-}  # fmt: skip
+}
 
 
 @contextmanager

@@ -25,6 +25,5 @@ SEED_OSS = replace(
 MINISTRAL = replace(MISTRAL, model_type="ministral")
 CWM = replace(MISTRAL, model_type="cwm", biased_by={"mlp_bias": GATED})
 PHI3 = replace(
-    MISTRAL, model_type="phi3",
-    parameters=partial(decoder, modules=("qkv_proj", "o_proj", "gate_up_proj", "down_proj")),
-)  # fmt: skip
+    MISTRAL, model_type="phi3", parameters=partial(decoder, modules=("qkv_proj", "o_proj", "gate_up_proj", "down_proj"))
+)

@@ -546,10 +546,11 @@ def joined(each: Sequence[Inventory], *, final_vectors: int = 0, **others: Any) 
         for kept in kind.states:
             states[replace(kept, num_layers=1)] += of_kind * kept.num_layers
     layer = (
-        matrix if count == number else
-        replace(matrix, copies=matrix.copies * count / number, num_chosen=matrix.num_chosen * count / number)
+        matrix
+        if count == number
+        else replace(matrix, copies=matrix.copies * count / number, num_chosen=matrix.num_chosen * count / number)
         for matrix, count in copies.items()
-    )  # fmt: skip
+    )
     of_layer, rest = divmod(sum(kind.layer_vectors * count for kind, count in counts.items()), number)
     values = [kind.cached_values for kind in each]
     fields: dict[str, Any] = {

@@ -79,9 +79,8 @@ def capability_of(device: torch.device) -> float:
 
 
 def flash_attention(
-    queries_QHD: Tensor, keys_SND: Tensor, values_SND: Tensor, sequences: Sequences,
-    *, scale: float, window: int | None,
-) -> Tensor:  # fmt: skip
+    queries_QHD: Tensor, keys_SND: Tensor, values_SND: Tensor, sequences: Sequences, *, scale: float, window: int | None
+) -> Tensor:
     """Torch's flash attention, a `VarlenAttention`.
 
     torch 2.11 to 2.13 have this operator in common; the public function in `torch.nn.attention.varlen` knows no lengths

@@ -127,9 +127,7 @@ class HardwareConfig:
         return "GPU" if self.device == "cuda" else "rank"
 
 
-_MAY_BE_ZERO = {
-    "capability", "system_bytes", "context_bytes", "collective_bytes", "kernel_s", "launch_s", "latency_s",
-}  # fmt: skip
+_MAY_BE_ZERO = {"capability", "system_bytes", "context_bytes", "collective_bytes", "kernel_s", "launch_s", "latency_s"}
 
 
 _NODE_GPUS = 8
@@ -167,9 +165,10 @@ def unknown(name: str) -> str:
     number, chip = re.fullmatch(r"(?:(\d+)x)?(.*)", name.casefold(), re.DOTALL).groups()  # type: ignore[union-attr]
     wanted, words = int(number or 1), re.findall(r"[a-z0-9]+", chip)
     alike = [
-        machine for machine in map(load, names())
+        machine
+        for machine in map(load, names())
         if words and all(word in re.sub(r"[\W_]", "", machine.gpu.casefold()) for word in words)
-    ]  # fmt: skip
+    ]
     sentence = unknown_name("hardware", name, names())
     if not alike or not wanted or (number is None and similar_name(name, names())):
         return sentence

@@ -84,9 +84,7 @@ def _of_library(name: str, origin: WeightSource) -> Any:  # noqa: ANN401 - as th
     return imported(getattr(library_of(model_type), name), setting=f"model_type={model_type}")
 
 
-def _match_library(
-    origin: WeightSource, *, num_ranks: int = 1, whole: WholeParts = WholeParts.none
-) -> MatchedLibrary:  # fmt: skip
+def _match_library(origin: WeightSource, *, num_ranks: int = 1, whole: WholeParts = WholeParts.none) -> MatchedLibrary:
     found: MatchedLibrary = _of_library("match", origin)(origin, num_ranks=num_ranks, whole=whole)
     return found
 

@@ -25,9 +25,10 @@ _REMEDIES = {
     r"out of memory|cuda failure 2\b": "end other programs on the GPU, which nvidia-smi lists",
     r"duplicate gpu": "start one rank for each GPU",
     r"version|mismatch|truncated": "install the same torch and NCCL on every node",
-    r"interface|bootstrap|connect|route|socket|network|remote|peer|ibv_":
-        "NCCL_SOCKET_IFNAME=NAME names the interface that all nodes share",
-}  # fmt: skip
+    r"interface|bootstrap|connect|route|socket|network|remote|peer|ibv_": (
+        "NCCL_SOCKET_IFNAME=NAME names the interface that all nodes share"
+    ),
+}
 """Patterns of NCCL's last line, and what usually helps; the first that is found counts."""
 
 

@@ -149,9 +149,7 @@ def start(
             device_wait=device_wait,
         )
         comm.set_timeout(timeout_s)
-    yield World(
-        comm=comm, ranks=ranks, device=chosen, note=note, cores=cores, num_sharers=len(sharers), watch=watch
-    )  # fmt: skip
+    yield World(comm=comm, ranks=ranks, device=chosen, note=note, cores=cores, num_sharers=len(sharers), watch=watch)
     with unify_failure(watch, Phase(doing="ending", limit=limit)):
         comm.set_timeout(timeout_s)
         comm.barrier()

@@ -82,10 +82,11 @@ def measure(lines: Sequence[CompletionLine]) -> RunMeasures:
         if counted
     ]
     return RunMeasures(
-        modes={mode: found for mode, lines in by_mode.items() if (found := _of_mode(lines))}, pairs=pairs,
+        modes={mode: found for mode, lines in by_mode.items() if (found := _of_mode(lines))},
+        pairs=pairs,
         speedup=median([plain_ms / fast_ms for plain_ms, fast_ms in pairs]) if pairs else None,
         acceptance=ratio(counts) if counts else None,
-    )  # fmt: skip
+    )
 
 
 def median(prompts: Sequence[float]) -> Estimate:
@@ -159,10 +160,11 @@ def _of_mode(lines: Sequence[CompletionLine]) -> ModeMeasures | None:
         return None
     first = [line.first_token_ms for line in lines if line.first_token_ms is not None]
     return ModeMeasures(
-        num_completions=len(lines), ms_per_token=median([ms for _, ms in _times(lines)]),
+        num_completions=len(lines),
+        ms_per_token=median([ms for _, ms in _times(lines)]),
         ms_percentiles=_percentiles([line.ms / line.num_new_tokens for line in lines]),
         first_token_percentiles=_percentiles(first if len(first) == len(lines) else []),
-    )  # fmt: skip
+    )
 
 
 def _times(lines: Sequence[CompletionLine]) -> Iterator[tuple[int, float]]:

@@ -103,11 +103,12 @@ def round_gains(accepted_lengths: Sequence[int], num_draft_tokens: int) -> list[
 def _plain(lines: Sequence[CompletionLine]) -> records.PlainSummary:
     first = [line.first_token_ms for line in lines if line.first_token_ms is not None]
     return records.PlainSummary(
-        ms_per_token=ms_per_token(lines), num_target_forwards=sum(line.num_target_forwards for line in lines),
+        ms_per_token=ms_per_token(lines),
+        num_target_forwards=sum(line.num_target_forwards for line in lines),
         # Of all rows and replicas: above 1000 / ms_per_token in a batch.
         tokens_per_s=_ratio(_num_new_tokens(lines), sum(line.share_s for line in lines)),
         first_token_ms=_ratio(sum(first), len(first)),
-    )  # fmt: skip
+    )
 
 
 def _speculative(lines: Sequence[CompletionLine], num_draft_tokens: int) -> records.SpeculativeSummary:

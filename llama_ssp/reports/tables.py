@@ -79,14 +79,15 @@ def repetitions_table(runs: Sequence[Run]) -> Table:
         alike.setdefault(own, {})[seed] = run.measures
     rows: list[list[Cell | str]] = [
         [
-            *own[:-1], str(len(found)),
+            *own[:-1],
+            str(len(found)),
             *(estimated(over_runs([one.ms_per_token(mode) for one in found])) for mode in MODES),
             estimated(over_runs([one.speedup for one in found]), unit="x"),
             estimated(over_runs([one.acceptance for one in found]), places=3),
         ]
         for own, found in ((own, by_seed.values()) for own, by_seed in alike.items())
         if len(found) > 1
-    ]  # fmt: skip
+    ]
     heads = [*names, "seeds", "plain, ms/token", "speculative, ms/token", "speed-up", "accepted"]
     return table(heads, rows, len(names))
 

@@ -171,9 +171,10 @@ class DraftVocabulary:
 
 
 SAME = DraftVocabulary(
-    name="same", make="llama_ssp.speculate.drafters.model:ModelDrafter",
+    name="same",
+    make="llama_ssp.speculate.drafters.model:ModelDrafter",
     check="llama_ssp.run.checkpoints:check_same_tokens",
-)  # fmt: skip
+)
 VOCABULARIES: Registry[DraftVocabulary] = Registry(setting="tokenizer", modules=(__name__,), kind=DraftVocabulary)
 
 

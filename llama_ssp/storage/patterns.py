@@ -50,8 +50,7 @@ class Pattern:
                 return True
             key = states, character
             if key not in self._transitions:
-                taken = {state + 1 for state in states
-                         if (takes := self._steps[state].takes) and takes(character)}  # fmt: skip
+                taken = {state + 1 for state in states if (takes := self._steps[state].takes) and takes(character)}
                 self._transitions[key] = self._reached(taken, "")
             states = self._transitions[key]
         return len(self._steps) in self._reached(set(states), "^$" if not name else "$")

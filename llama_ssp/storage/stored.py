@@ -195,8 +195,9 @@ class _Modules:
         self._globs = [f"*.{glob.strip('.')}.*" for glob in patterns if "*" in glob and not glob.startswith("re:")]
         self._expressions = [
             Pattern(pattern.removeprefix("re:"), where="the pattern of modules")
-            for pattern in patterns if pattern.startswith("re:")
-        ]  # fmt: skip
+            for pattern in patterns
+            if pattern.startswith("re:")
+        ]
 
     def __contains__(self, name: str) -> bool:
         words = name.split(".")

@@ -39,7 +39,7 @@ def summary_table(summary: records.Summary) -> RenderableType:
     for name, mode, expected_ms in (
         (records.PLAIN, plain, forecast.plain_ms_per_token),
         (records.SPECULATIVE, fast, forecast.speculative_ms_per_token),
-    ):  # fmt: skip
+    ):
         if mode:
             drafted: list[str | Text] = ["-"] * 4
             if mode is fast:

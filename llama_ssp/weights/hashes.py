@@ -21,9 +21,7 @@ from llama_ssp.errors import CheckpointError
 from llama_ssp.settings.weights import WEIGHTS
 from llama_ssp.weights.checkpoint import INDEX_FILE, SINGLE_FILE
 
-_SMALL_FILES = (
-    *TOKENIZER_FILES, "chat_template.jinja", "merges.txt", "vocab.txt", "tokenizer.model",
-)  # fmt: skip
+_SMALL_FILES = (*TOKENIZER_FILES, "chat_template.jinja", "merges.txt", "vocab.txt", "tokenizer.model")
 _BLOCK_BYTES, _MOST_BLOCKS = 4096, 2048
 
 

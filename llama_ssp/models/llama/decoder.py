@@ -329,9 +329,8 @@ class LeanRunner(CachedRunner):
             buffer, slots_M, rows_B, _ = self._cache.view(placed_BT, bucket=bucket, cache_rows_B=rows_B)
         if self._varlen and not tree:
             attends = self._lengths.attends(
-                self._varlen, self._windows, seen_BT,
-                cache_rows_B=cache_rows_B, consecutive=consecutive, pieces=pieces,
-            )  # fmt: skip
+                self._varlen, self._windows, seen_BT, cache_rows_B=cache_rows_B, consecutive=consecutive, pieces=pieces
+            )
         else:
             attends = self._masked(seen_BT, tree, bucket=bucket)
         place = partial(place, slots_M=slots_M)

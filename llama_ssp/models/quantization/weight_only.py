@@ -103,9 +103,10 @@ class JoinedExperts:
         num_outputs = len(operands[0]) // len(experts)
         for number, expert in enumerate(experts):
             start = number * num_outputs
-            expert._operands = operands[0].narrow(0, start, num_outputs), *(
-                scales.narrow(-1, start, num_outputs) for scales in operands[1:]
-            )  # fmt: skip
+            expert._operands = (
+                operands[0].narrow(0, start, num_outputs),
+                *(scales.narrow(-1, start, num_outputs) for scales in operands[1:]),
+            )
             if self._bias_O is not None:
                 expert._bias_O = self._bias_O.narrow(0, start, num_outputs)
 

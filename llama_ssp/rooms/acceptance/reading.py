@@ -379,9 +379,7 @@ class _Whole:
 class _Steps:
     """A draft that proposes along the text, as in rounds."""
 
-    def __init__(
-        self, name: str, models: Models, config: RunConfig, drawn: Sequence[TreeShape], *, width: int
-    ) -> None:  # fmt: skip
+    def __init__(self, name: str, models: Models, config: RunConfig, drawn: Sequence[TreeShape], *, width: int) -> None:
         self.name, self.width, self.windows = name, width, _Windows(drawn, models.target.device)
         self.taps = models.make_taps()
         self._drafter, *_ = make_drafters(

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from llama_ssp.errors import ConfigError, one_message
 from llama_ssp.rooms.acceptance import arithmetic
@@ -26,6 +27,7 @@ from llama_ssp.settings.schema import SamplingConfig
 from llama_ssp.settings.tasks import default_of
 from llama_ssp.settings.trees import TreeShape, tree_shape
 
+Numbers = NDArray[np.integer[Any]]
 VERSION = 1
 SPECULATIVE, BLOCK, COUPLED = "speculative", "block", "coupled"
 RULES = (SPECULATIVE, BLOCK, COUPLED)
@@ -77,7 +79,7 @@ class Replay:
         ]
         return ExpectedRounds(*(np.concatenate(values) for values in zip(*parts, strict=True)))
 
-    def tokens_per_round(self, num_draft_tokens: int, *, of_texts: Any = None) -> tuple[float, float, float]:  # noqa: ANN401 - a mask of texts
+    def tokens_per_round(self, num_draft_tokens: int, *, of_texts: Numbers | None = None) -> tuple[float, float, float]:
         """All new tokens but the prefill's over all expected rounds, with a 95 % interval over prompts."""
         chosen_B = np.ones(len(self.lengths_B), dtype=bool) if of_texts is None else of_texts
         tokens_B, rounds_B = (self.lengths_B - 1)[chosen_B], self.rounds(num_draft_tokens).mean_B[chosen_B]
@@ -154,18 +156,19 @@ class Trace:
         return [float(law["temperature"]) for law in self.about["laws"]]
 
     @cached_property
-    def _firsts(self) -> Any:  # noqa: ANN401 - of tokens of each text
-        return np.cumsum(self.arrays["text_length"]) - self.arrays["text_length"]
+    def _firsts(self) -> Numbers:
+        lengths: Numbers = self.arrays["text_length"]
+        return np.cumsum(lengths) - lengths
 
     def first_of(self, token: int) -> int:
         """The first token of the text with a token."""
         return int(self._firsts[np.searchsorted(self._firsts, token, side="right") - 1])
 
-    def texts(self, law: int) -> Any:  # noqa: ANN401 - numbers of texts
+    def texts(self, law: int) -> Numbers:
         """The texts of a law that have a round: of two tokens or more."""
         return np.flatnonzero((self.arrays["text_law"] == law) & (self.arrays["text_length"] > 1))
 
-    def padded(self, name: str, texts: Any, *, filling: float = 0.0, num_tokens: int = 0) -> Any:  # noqa: ANN401 - (B, N) or (B, N, J)
+    def padded(self, name: str, texts: Numbers, *, filling: float = 0.0, num_tokens: int = 0) -> Array:
         """An array of tokens by text, with room for `num_tokens`, or for the longest text."""
         values, lengths = self.arrays[name], self.arrays["text_length"][texts]
         found = np.full((len(texts), num_tokens or int(lengths.max()), *values.shape[1:]), filling, dtype=np.float64)
@@ -216,7 +219,7 @@ class Trace:
         reach = np.concatenate(reaches)
         return Replay(reach_BTD=reach, lengths_B=lengths, prompts_B=self.arrays["text_index"][texts])
 
-    def rejected(self, replay: Replay, law: int, num_draft_tokens: int) -> Any:  # noqa: ANN401 - (3, N of the law)
+    def rejected(self, replay: Replay, law: int, num_draft_tokens: int) -> Array:
         """The number of each token but a text's first, the rounds that draft it, and the rounds that reject it."""
         of_texts = arithmetic.rejected(replay.reach_BTD, replay.rounds(num_draft_tokens), num_draft_tokens)
         rows = zip(self._firsts[self.texts(law)], replay.lengths_B, of_texts.swapaxes(0, 1), strict=True)

@@ -90,8 +90,9 @@ def with_adapter(checkpoint: Checkpoint, folder: Path) -> Checkpoint:
         absent = [module for module in pairs if module not in targets]
         lacks = f"{summary(absent)}, which {checkpoint.folder} lacks" if absent else "nothing"
         raise CheckpointError(f"{folder} changes {lacks}: give the adapter of this model")
-    if unfit := [name for module, name in targets.items()
-                 if not _fits(checkpoint.tensors[name], pairs[module], rank_of(module))]:  # fmt: skip
+    if unfit := [
+        name for module, name in targets.items() if not _fits(checkpoint.tensors[name], pairs[module], rank_of(module))
+    ]:
         raise CheckpointError(
             f"{folder} does not fit {checkpoint.folder}, as in {summary(unfit)}: lora_A and lora_B of rank "
             f"{config['r']}, or that of rank_pattern, and of the sizes of a weight in 16 or 32 bits are required"

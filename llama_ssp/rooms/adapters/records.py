@@ -50,14 +50,15 @@ def _alone(where: str, config: Path) -> str:
 
 SETTINGS = MoreSettings(
     name="adapter", config=AdaptedModel, after="path", paths=("model.adapter", "draft.model.adapter")
-)  # fmt: skip
+)
 ADAPTER = WeightChange(
     name="adapter", config=CONFIG, weights=WEIGHTS, alone=_alone, apply="llama_ssp.rooms.adapters.merging:with_adapter"
 )
 ABILITY = Ability(
-    name="an adapter of the target", has=_adapter,
+    name="an adapter of the target",
+    has=_adapter,
     words=lambda config: {"adapter": said("model.adapter", _adapter(config))},
-)  # fmt: skip
+)
 COUNTERPART = Counterpart(
     "lora lora_path enable_lora lora_modules",
     "",

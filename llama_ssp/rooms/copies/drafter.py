@@ -176,9 +176,7 @@ class Corpus(_Sequences):
     Sequences of one length are in the order of their sums, so that a search takes as many steps as its logarithm.
     """
 
-    def __init__(
-        self, ids_C: Tensor, *, num_tokens: int, longest: int, shortest: int, device: torch.device
-    ) -> None:  # fmt: skip
+    def __init__(self, ids_C: Tensor, *, num_tokens: int, longest: int, shortest: int, device: torch.device) -> None:
         super().__init__(longest=longest, shortest=shortest, device=torch.device("cpu"))
         self._tokens_C = torch.zeros(num_tokens, dtype=torch.int32)
         self._tokens_C[: len(ids_C)] = ids_C

@@ -35,7 +35,7 @@ class TracedExecutor(Executor):
         tensors = tensors_of(values)
         key = stage.operators, state.tokens_BS.shape, state.places_B.shape, *[tensor.shape for tensor in tensors]
 
-        def flat(*inputs: Tensor) -> Any:  # noqa: ANN401 - tensors, whose places in the result `_forms` keeps
+        def flat(*inputs: Tensor) -> Values:
             found = stage.function(BatchState(*inputs[:_STATE]), *filled(values, iter(inputs[_STATE:])))
             if isinstance(found, Tensor):
                 return found

@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from llama_ssp.rooms.cpu.sums import recording, take_error
+from llama_ssp.untyped import LibraryPart
 from llama_ssp.workspaces import Leaf, find_tensors
 
 _Result = TypeVar("_Result", bound=Tensor | tuple[Tensor, ...])
@@ -141,11 +142,11 @@ class Traced(Generic[_Result]):
         return found
 
 
-def _on_short_stack(trace: Callable[..., tuple[Any, object]], *arguments: object) -> Any:  # noqa: ANN401 - a graph
+def _on_short_stack(trace: Callable[..., tuple[Any, object]], *arguments: object) -> LibraryPart:
     """Make a graph in a thread of its own: with each operator torch stores all of Python's stack, 4 us for a frame."""
     is_inference = torch.is_inference_mode_enabled()
 
-    def make() -> Any:  # noqa: ANN401
+    def make() -> LibraryPart:
         with torch.inference_mode(is_inference), recording(), _Recordable():
             return trace(*arguments)[0]
 
@@ -196,7 +197,7 @@ def _holder(weights: Sequence[Leaf]) -> object:
     return module
 
 
-def _check_constants(graph: Any) -> None:  # noqa: ANN401 - torch does not name its type
+def _check_constants(graph: LibraryPart) -> None:
     """Raise RuntimeError for a trace that froze a tensor, which may have other values or another address at replay."""
     for node in graph.findAllNodes("prim::Constant"):
         if node.hasAttribute("value") and node.kindOf("value") == "t" and node.t("value").dim():

@@ -71,7 +71,8 @@ def _of_model(key: str, model: ModelConfig) -> Iterator[str]:
 
 
 ABILITY = Ability(
-    name="a GPU without equal bits", has=lacking,
+    name="a GPU without equal bits",
+    has=lacking,
     clashes={"equal bits": "{reproducible} needs {lacking_gpu}"},
     words=lambda config: {"lacking_gpu": lacking(config)},
-)  # fmt: skip
+)

@@ -169,9 +169,10 @@ SETTINGS = MoreSettings(
     },
 )  # fmt: skip
 OF_JSON = Counterpart(
-    "guided_json json_schema response_format structured_outputs", "sampling.json_schema",
+    "guided_json json_schema response_format structured_outputs",
+    "sampling.json_schema",
     "sampling.json_schema=FILE.json makes documents of a schema",
-)  # fmt: skip
+)
 OF_REGEX = Counterpart("guided_regex", "sampling.regex", "sampling.regex=[0-9]+ makes texts that it matches")
 OF_CHOICE = Counterpart("guided_choice", "sampling.choice", "sampling.choice=[yes,no] makes one of these texts")
 OF_GRAMMAR = Counterpart("guided_grammar", "sampling.grammar", "sampling.grammar=FILE.lark makes texts of a grammar")

@@ -7,7 +7,6 @@ that exceeds them is left without an allowed token.
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +16,7 @@ from llama_ssp.rooms.grammars.records import given_of, grammar_of, refusal_of
 from llama_ssp.settings.schema import SamplingConfig
 from llama_ssp.speculate.engine.masks import WORD, Vocabulary
 from llama_ssp.token_bytes import reader_of
+from llama_ssp.untyped import LibraryPart
 from llama_ssp.words import key_of
 
 _BYTES_PER_TOKEN, _LEAST_FORCED = 16, 2
@@ -41,7 +41,7 @@ class GrammarText:
         can_begin: a token may follow.
     """
 
-    def __init__(self, first: Any, vocabulary: Vocabulary) -> None:  # noqa: ANN401 - llguidance's
+    def __init__(self, first: LibraryPart, vocabulary: Vocabulary) -> None:
         self._first, self._text = first, list[int]()
         self._eos_ids, self._tokenizer = vocabulary.eos_ids, vocabulary.tokenizer
         self._restore()
@@ -106,14 +106,14 @@ def _is_set(mask_X: Tensor, token: int) -> bool:
 
 
 @lru_cache(maxsize=64)
-def _matcher(grammar: str, vocabulary: Vocabulary) -> Any:  # noqa: ANN401 - llguidance's
+def _matcher(grammar: str, vocabulary: Vocabulary) -> LibraryPart:
     from llguidance import LLMatcher
 
     return LLMatcher(_tokens(vocabulary), LLMatcher.grammar_from_lark(grammar), log_level=0)
 
 
 @lru_cache(maxsize=2)
-def _tokens(vocabulary: Vocabulary) -> Any:  # noqa: ANN401 - llguidance's
+def _tokens(vocabulary: Vocabulary) -> LibraryPart:
     from llguidance import LLTokenizer, TokenizerWrapper
 
     wrapped = TokenizerWrapper(_Tokens(vocabulary))

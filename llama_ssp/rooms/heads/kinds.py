@@ -34,10 +34,11 @@ _OF_BLOCKS = {
     "final_logit_softcapping", "causal", "use_swa", "attention_sink_bias",
 }  # fmt: skip
 _OTHER_HEADS = {
-    r".*medusa.*": "Medusa heads", r"mlp|.*mlp_?speculator.*": "an MLP speculator",
+    r".*medusa.*": "Medusa heads",
+    r"mlp|.*mlp_?speculator.*": "an MLP speculator",
     r"eagle(model)?|.*forcausallmeagle": "a head of EAGLE-1 or 2",
     r"\w+_assistant|\w+assistantforcausallm": "an assistant, which reads the keys and values of its target's cache",
-}  # fmt: skip
+}
 """Heads that are not read, by what their files call them."""
 _EAGLE = {"fc.weight", "layers.0.mlp.up_proj.weight"}
 """Tensors of a head of EAGLE-1 or 2, whose config.json is mostly that of a Llama of one layer."""

@@ -41,6 +41,7 @@ from llama_ssp.rooms.heads.kinds import (
     refuse_other_heads,
 )
 from llama_ssp.rooms.heads.reaches import ALL, OF_REACHES, SLIDING, Reach, beside, reaches_of
+from llama_ssp.untyped import Parsed
 
 _LAYERS_BEFORE = "target_layer_ids"
 _MASKS = "mask_token_id", "ptd_token_id"
@@ -137,8 +138,9 @@ class HeadConfig:
         rank = self.markov_rank
         inner = {"gated": ("gate", rank, rank + width), "rnn": ("joint", 3 * rank, 2 * rank + width)}
         sizes: dict[str, tuple[int, ...]] = {
-            "markov_w1.weight": (vocab_size, rank), "markov_w2.weight": (self.draft_vocab_size, rank),
-        }  # fmt: skip
+            "markov_w1.weight": (vocab_size, rank),
+            "markov_w2.weight": (self.draft_vocab_size, rank),
+        }
         if self.markov_head in inner:
             name, rows, columns = inner[self.markov_head]
             sizes |= {f"{name}_proj.weight": (rows, columns), f"{name}_proj.bias": (rows,)}
@@ -219,7 +221,7 @@ def _check_numbers(needed: Mapping[str, Any], file: Path) -> None:
         raise CheckpointError(f"{file} lacks {', '.join(missing)} of the head: copy or download it again")
 
 
-def _value(content: Mapping[str, Any], name: str) -> Any:  # noqa: ANN401 - any field
+def _value(content: Mapping[str, Any], name: str) -> Parsed:
     """A field of `dflash_config`, or beside it."""
     return fields_of_blocks(content).get(name, content.get(name))
 

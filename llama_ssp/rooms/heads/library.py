@@ -12,6 +12,7 @@ from llama_ssp.rooms.heads.modules_drafter import ModulesDrafter
 from llama_ssp.rooms.heads.mtp import reads_before_norm
 from llama_ssp.rooms.modules.runner import ModuleRunner
 from llama_ssp.speculate.drafters.drafter import DrafterParts
+from llama_ssp.untyped import LibraryPart
 
 
 class MtpRunner(ModuleRunner):
@@ -54,13 +55,13 @@ class MtpRunner(ModuleRunner):
         wanted_BRE = score_positions_B1[..., None].expand(-1, -1, self._hidden_BTE.shape[-1])
         return self._hidden_BTE.gather(1, wanted_BRE), logits_BRV
 
-    def _keep_wanted_rows(self, head: Any, args: tuple[Any, ...]) -> tuple[Any, ...] | None:  # noqa: ANN401 - of torch
+    def _keep_wanted_rows(self, head: LibraryPart, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         """Keep the hidden states, which the next step reads."""
         (self._hidden_BTE,) = args
         return super()._keep_wanted_rows(head, args)
 
 
-def _part_of(model: PreTrainedModel, number: int) -> Any:  # noqa: ANN401 - of the model's class
+def _part_of(model: PreTrainedModel, number: int) -> LibraryPart:
     """The model with one of its layers, and the last norm of that module."""
     body: Any = model.get_decoder()
     layer = body.layers[number]
@@ -68,7 +69,7 @@ def _part_of(model: PreTrainedModel, number: int) -> Any:  # noqa: ANN401 - of t
     return _with_modules(model, **{model.base_model_prefix: decoder})
 
 
-def _with_modules(whole: Any, **others: nn.Module) -> Any:  # noqa: ANN401 - a module of its class
+def _with_modules(whole: LibraryPart, **others: nn.Module) -> LibraryPart:
     """A copy of a module that has other modules by these names, and shares all else."""
     part = object.__new__(type(whole))
     part.__setstate__({**vars(whole), "_modules": {**whole._modules, **others}})

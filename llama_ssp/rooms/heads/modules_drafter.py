@@ -79,8 +79,9 @@ class ModulesDrafter(HeadDrafter):
         if more:
             uniforms_BKP = pad(uniforms_BKP[:, :num_tokens], (0, 0, 0, more))
             forced_BK = rows.forced_BK
-            rows = rows._replace(forced_BK=pad(forced_BK[:, :num_tokens], (0, more), value=-1)
-                                 if forced_BK.shape[1] else forced_BK)  # fmt: skip
+            rows = rows._replace(
+                forced_BK=pad(forced_BK[:, :num_tokens], (0, more), value=-1) if forced_BK.shape[1] else forced_BK
+            )
         draft = super().propose(
             rows, num_tokens=num_tokens + more, uniforms_BKP=uniforms_BKP, bucket=bucket, num_unread=num_unread
         )

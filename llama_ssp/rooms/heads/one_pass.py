@@ -264,8 +264,9 @@ class BlockRunner(ParallelRunner):
         outputs = slice(self._first_output, self._first_output + self._head_sizes[self._comm.rank])
         markov = _Markov(weights, outputs) if self._markov_rank else None
         self._markov = loading.into.keep(markov, "_markov")
-        confidence = [weights.take(f"model.{CONFIDENCE}.{part}") for part in ("weight", "bias")
-                      if self._config.confidence_size]  # fmt: skip
+        confidence = [
+            weights.take(f"model.{CONFIDENCE}.{part}") for part in ("weight", "bias") if self._config.confidence_size
+        ]
         self._confidence = loading.into.keep(confidence, "_confidence")
         selector = _Selector(weights, self._config.selector[1]) if self._config.selector else None
         self._selector = loading.into.keep(selector, "_selector")

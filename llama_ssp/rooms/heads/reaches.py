@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 from llama_ssp.errors import CheckpointError
 from llama_ssp.rooms.heads.kinds import DEEPSPEC, DFLASH2, SPECULATOR, classes_of, fields_of_blocks
+from llama_ssp.untyped import Parsed
 
 SLIDING, _TYPES = "sliding_attention", {"sliding_attention", "full_attention"}
 _OF_WINDOWS = "layer_types", "sliding_window", "use_sliding_window", "max_window_layers"
@@ -76,7 +77,7 @@ def beside(content: Mapping[str, Any], sizes: Mapping[str, Any], file: Path) -> 
     return {"use_sliding_window": True} | found if found else {}
 
 
-def _said(name: str, content: Mapping[str, Any], sizes: Mapping[str, Any], file: Path) -> Any:  # noqa: ANN401
+def _said(name: str, content: Mapping[str, Any], sizes: Mapping[str, Any], file: Path) -> Parsed:
     """A field of the layers, which may stand beside them; CheckpointError if two differ."""
     found = [part[name] for part in (sizes, content) if part.get(name) is not None]
     if any(other != found[0] for other in found):

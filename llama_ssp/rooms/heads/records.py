@@ -45,9 +45,10 @@ class ConfidenceConfig(ModelDraftConfig):
 
 
 SETTINGS = MoreSettings(
-    name="confidence", config=ConfidenceConfig,
+    name="confidence",
+    config=ConfidenceConfig,
     ranges=(("draft.confidence", lambda p: 0 <= p < 1, "at least 0 and below 1"),),
-)  # fmt: skip
+)
 
 
 def least_confidence(draft: object) -> float:
@@ -71,9 +72,7 @@ def _block(config: RunConfig) -> int:
 
 def _words_of_blocks(config: RunConfig) -> Mapping[str, object]:
     block = _block(config)
-    return {
-        "block": block, "steps": num_steps(config), "whole_block": said("speculation.num_draft_tokens", block)
-    }  # fmt: skip
+    return {"block": block, "steps": num_steps(config), "whole_block": said("speculation.num_draft_tokens", block)}
 
 
 def _problems(config: RunConfig) -> Iterator[str]:

@@ -43,6 +43,7 @@ from llama_ssp.rooms.heads.mtp import (
     shares_norm,
     with_join,
 )
+from llama_ssp.untyped import Parsed
 from llama_ssp.weights.checkpoint import Checkpoint, inspect, shape_of
 from llama_ssp.weights.source import TensorFacts, Wanted, WeightSource
 
@@ -361,7 +362,7 @@ def mtp_of(target: WeightSource) -> MtpSource:
         )
     config = target.config
 
-    def field(name: str) -> Any:  # noqa: ANN401 - any field
+    def field(name: str) -> Parsed:
         return getattr(config, name, None)
 
     check_mtp(field, target.folder)

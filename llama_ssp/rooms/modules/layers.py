@@ -53,9 +53,7 @@ class Layers:
             for place in places:
                 self._layers[place]["matrices"][matrix] += copies
 
-    def add_output(
-        self, places: Iterable[int], name: str, columns: int, *, cut: int | None = 1, **how: Any
-    ) -> None:  # fmt: skip
+    def add_output(self, places: Iterable[int], name: str, columns: int, *, cut: int | None = 1, **how: Any) -> None:
         """Count a matrix back to the model's width."""
         self.add(places, {name: self.width}, columns=columns, cut=cut, **how)
 
@@ -115,9 +113,7 @@ class Layers:
         self.add_vectors(places, of_queries + rank + biases)
         self._cache(places)
 
-    def add_mamba(
-        self, places: Collection[int], *, sizes: tuple[int, ...], width: int, has_norm: bool = True
-    ) -> None:  # fmt: skip
+    def add_mamba(self, places: Collection[int], *, sizes: tuple[int, ...], width: int, has_norm: bool = True) -> None:
         """Count Mamba 2 mixers of heads, their dim, groups and a state; every rank has them whole."""
         heads, dim, groups, state = sizes
         inner, channels = heads * dim, heads * dim + 2 * groups * state
@@ -173,9 +169,9 @@ def kinds_of(field: Field, number: int) -> list[str]:
     full = [place - 1 for place in full] if full else field("attn_layer_indices") or field("full_attn_idxs")
     if full is None:
         interval = field("full_attention_interval") or 4
-        full = {
-            "bamba": (), "granitemoehybrid": (), "lfm2": range(number), "kimi_linear": range(4, number, 4),
-        }.get(field("model_type"), range(interval - 1, number, interval))  # fmt: skip
+        full = {"bamba": (), "granitemoehybrid": (), "lfm2": range(number), "kimi_linear": range(4, number, 4)}.get(
+            field("model_type"), range(interval - 1, number, interval)
+        )
     return [FULL if place in full else other for place in range(number)]
 
 
@@ -223,9 +219,7 @@ def delta(field: Field, shape: ModelShape) -> Inventory:
     )
     keys, values, width = heads * size("linear_key_head_dim"), num_values * value_dim, size("linear_conv_kernel_dim")
     joint = {"in_proj_qkvz": 2 * keys + 2 * values, "in_proj_ba": 2 * num_values}
-    parts = {
-        "in_proj_qkv": 2 * keys + values, "in_proj_z": values, "in_proj_b": num_values, "in_proj_a": num_values,
-    }  # fmt: skip
+    parts = {"in_proj_qkv": 2 * keys + values, "in_proj_z": values, "in_proj_b": num_values, "in_proj_a": num_values}
     of_olmo = {
         "q_proj": keys, "k_proj": keys, "v_proj": values, "a_proj": num_values, "b_proj": num_values, "g_proj": values,
     }  # fmt: skip
@@ -256,10 +250,11 @@ def kimi(field: Field, shape: ModelShape) -> Inventory:
     heads, dim, width = (
         sizes.get(name) or layers.size(other)
         for name, other in (
-            ("num_heads", "linear_num_heads"), ("head_dim", "linear_head_dim"),
+            ("num_heads", "linear_num_heads"),
+            ("head_dim", "linear_head_dim"),
             ("short_conv_kernel_size", "linear_conv_kernel_dim"),
         )
-    )  # fmt: skip
+    )
     linear, inner, dense = _places(LINEAR, kinds_of(field, number)), heads * dim, _dense(field, shape)
     with_experts = layers.others(dense)
     layers.add(linear, dict.fromkeys(("q_proj", "k_proj", "v_proj"), inner), num_units=heads)

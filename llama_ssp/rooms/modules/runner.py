@@ -29,7 +29,7 @@ from llama_ssp.rooms.modules.latents import attend_kept
 from llama_ssp.rooms.modules.recurrent import mixers_of, state_of, use_own_kernels
 from llama_ssp.rooms.modules.tensor_parallel import GatheredLinear
 from llama_ssp.storage.formats import OWN_DTYPE
-from llama_ssp.untyped import LibraryPart
+from llama_ssp.untyped import LibraryPart, Values
 
 _COMPARED_TOKENS, _COMPARED_PIECE, _COMPARED_WINDOW = 24, 8, 6
 _WINDOWS = "sliding_window", "attention_chunk_size"
@@ -265,7 +265,7 @@ class ModuleRunner(CachedRunner):
             active_BTE = args[0][(0,) * (args[0].dim() - 3)]  # the first of the streams that Gemma 3n has
             taps.write(layer, active_BTE.flatten(0, 1), slots_M)
 
-        def keep_output(module: nn.Module, _args: object, output: Any) -> None:  # noqa: ANN401 - a tensor, or with others
+        def keep_output(module: nn.Module, _args: object, output: Values) -> None:
             keep(len(layers), module, output if isinstance(output, tuple) else (output,))
 
         hooks = [

@@ -144,10 +144,8 @@ class VocabularyEmbedding(LocalModule):
 
 
 def shard(
-    model: PreTrainedModel, shape: ModelShape, comm: Comm,
-    *,
-    own: RankShard, whole: WholeParts = WholeParts.none,
-) -> None:  # fmt: skip
+    model: PreTrainedModel, shape: ModelShape, comm: Comm, *, own: RankShard, whole: WholeParts = WholeParts.none
+) -> None:
     """Replace the modules of a model, on the meta device, by this rank's sharded ones; no-op for one rank.
 
     Modules of the parts `whole` stay as they are: every rank computes them from the same inputs, without a collective.
@@ -309,9 +307,7 @@ def _cut_experts(experts: LibraryPart, shard: RankShard, comm: Comm) -> None:
         gate_up = shard.features(Cut.gate_up, experts.gate_up_proj.shape[outputs])
     else:  # columns of gate and up take turns
         gate_up = (range(2 * units.start, 2 * units.stop),)
-    slices = {
-        "gate_up_proj" if has_gate else "up_proj": Slice(outputs, gate_up), "down_proj": Slice(inputs, (units,)),
-    }  # fmt: skip
+    slices = {"gate_up_proj" if has_gate else "up_proj": Slice(outputs, gate_up), "down_proj": Slice(inputs, (units,))}
     if getattr(experts, "has_bias", False):
         slices["gate_up_proj_bias"] = Slice(1, gate_up)
         if comm.rank:

@@ -23,9 +23,10 @@ def causal_class(config_class: type[PretrainedConfig]) -> type[PreTrainedModel]:
         return cast("type[PreTrainedModel]", MODEL_FOR_CAUSAL_LM_MAPPING[config_class])
     module = import_module(config_class.__module__.replace(".configuration_", ".modeling_"))
     classes = [
-        each for each in vars(module).values()
+        each
+        for each in vars(module).values()
         if isclass(each) and issubclass(each, PreTrainedModel) and each.config_class is config_class
-    ]  # fmt: skip
+    ]
     if causal := [each for each in classes if each.__name__.endswith("ForCausalLM")]:
         return causal[0]
     if not classes:
@@ -35,7 +36,7 @@ def causal_class(config_class: type[PretrainedConfig]) -> type[PreTrainedModel]:
 
 
 @cache
-def _with_head(body: Any) -> type[PreTrainedModel]:  # noqa: ANN401 - a class of the library, and its base
+def _with_head(body: LibraryPart) -> type[PreTrainedModel]:
     """A causal language model of a decoder without an output."""
 
     class TextModel(body.__base__):  # type: ignore[misc]

@@ -208,11 +208,12 @@ def bars_of(run: Run, name: str) -> list[Bar]:
     if run.summary.cells:
         return [
             Bar(
-                f"{found.name}{run.summary.marks}", {mode: Estimate(ms) for mode, ms in found.measured.items()},
+                f"{found.name}{run.summary.marks}",
+                {mode: Estimate(ms) for mode, ms in found.measured.items()},
                 {**found.forecast},
             )
             for found in (cell.figures for cell in run.summary.cells)
-        ]  # fmt: skip
+        ]
     expected = run.summary.forecast
     forecasts = {PLAIN: expected.plain_ms_per_token, SPECULATIVE: expected.speculative_ms_per_token}
     return [Bar(name, {mode: found.ms_per_token for mode, found in run.measures.modes.items()}, forecasts)]

@@ -94,9 +94,10 @@ class Front:
             Route("/health", self._health), Route("/metrics", self._count),
         ]  # fmt: skip
         app = Starlette(
-            routes=routes, middleware=[*([cors] if allowed else []), Middleware(_WithKey, key=_key_of(self._task))],
+            routes=routes,
+            middleware=[*([cors] if allowed else []), Middleware(_WithKey, key=_key_of(self._task))],
             exception_handlers=dict.fromkeys((RequestError, ClientDisconnect, 404, 405, Exception), self._refuse),
-        )  # fmt: skip
+        )
         server = uvicorn.Config(
             app, log_config=None, access_log=False, server_header=False, limit_concurrency=_MOST_OPEN,
             timeout_graceful_shutdown=int(_CLOSE_S), timeout_keep_alive=int(2 * _READ_S), lifespan="off", ws="none",
@@ -132,8 +133,9 @@ class Front:
             (connection, connection.cycle, num_unread)
             for connection in connections
             if (num_unread := connection.transport.get_write_buffer_size())
-            or not connection.cycle or connection.cycle.response_complete
-        }  # fmt: skip
+            or not connection.cycle
+            or connection.cycle.response_complete
+        }
         for connection, *_ in idle & self._idle:
             connection.transport.abort()
         self._idle = idle

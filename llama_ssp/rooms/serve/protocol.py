@@ -313,8 +313,9 @@ class BodyReader:
             raise RequestError(
                 f"the prompt has {len(ids)} tokens, and with {name}={number} that is more than the {self.length} that "
                 "there is room for",
-                param=name, code=_TOO_LONG,
-            )  # fmt: skip
+                param=name,
+                code=_TOO_LONG,
+            )
         return int(number)
 
     def _texts(self, given: Mapping[str, Any]) -> list[tuple[int, ...]]:
@@ -507,17 +508,19 @@ class Answer:
 
         lead = new_ids[: self._newest.num_drafted]
         return {
-            "tokens": texts((), new_ids), "num_drafted": self._newest.num_drafted,
+            "tokens": texts((), new_ids),
+            "num_drafted": self._newest.num_drafted,
             "rejected": texts(lead, self._newest.rejected_ids),
-        }  # fmt: skip
+        }
 
     def choice(self, piece: str | None = None) -> dict[str, object]:
         """Its choice of a whole answer, or the next piece of it."""
         ended, text = self.last, self._whole if piece is None else piece
         choice: dict[str, object] = {
-            "index": self._index, "finish_reason": ended and self._reason(ended),
+            "index": self._index,
+            "finish_reason": ended and self._reason(ended),
             "logprobs": self._scores() if ended and self._is_scored else None,
-        }  # fmt: skip
+        }
         if not self._is_chat:
             return choice | {"text": text}
         said = {} if self._has_begun else {"role": "assistant"}
@@ -556,13 +559,14 @@ class Answer:
             first = self._name(ids[0], TextAfter(self._tokenizer, (), names_special=True))
             found.insert(0, (_Scored(ids[0], first, None), None))
         return {
-            "tokens": [one.text for one, _ in found], "token_logprobs": [one.log_prob for one, _ in found],
+            "tokens": [one.text for one, _ in found],
+            "token_logprobs": [one.log_prob for one, _ in found],
             # Of tokens with one text the most probable; also the token itself.
             "top_logprobs": [
                 None if top is None else dict(other[1:] for other in (one, *reversed(top))) for one, top in found
             ],
             "text_offset": self._offsets(len(found)),
-        }  # fmt: skip
+        }
 
     def _name(self, token: int, after: TextAfter) -> str:
         return f"token_id:{token}" if self._names_ids else after.decode([token])

@@ -73,9 +73,10 @@ class Service:
         part = Part(update.new_ids, done.finish_reason, update.num_drafted, update.rejected_ids)
         if done.finish_reason:
             part = part._replace(
-                accepted_lengths=done.accepted_lengths, examined_lengths=done.examined_lengths,
+                accepted_lengths=done.accepted_lengths,
+                examined_lengths=done.examined_lengths,
                 num_reused_tokens=done.num_reused_tokens,
-            )  # fmt: skip
+            )
             if request.num_top is not None:
                 self._unscored.append((request.text(done.token_ids), request, part))
                 return

@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from llama_ssp.architectures.model_files import is_deep
 from llama_ssp.rooms.serve.inbox import RequestError
 from llama_ssp.speculate.engine.text import IncrementalText, Piece
+from llama_ssp.untyped import Parsed
 
 MOST_TOOLS, MOST_DEPTH = 128, 256
 """Tools of a request, and objects and lists that may stand inside each other."""
@@ -199,7 +200,7 @@ def with_calls(messages: object, tokenizer: PreTrainedTokenizerBase) -> object:
     return found
 
 
-def _read_calls(calls: Any, number: int, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:  # noqa: ANN401
+def _read_calls(calls: Parsed, number: int, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
     form_of(tokenizer, (), "messages")
     try:
         functions = [(str(call["id"]), str(call["function"]["name"]), call["function"]["arguments"]) for call in calls]

@@ -43,11 +43,11 @@ class SyntheticPlan(PlanConfig, SyntheticRun):
 
 
 SETTINGS = MoreSettings(
-    name=NAME, config=SyntheticRun, after="weights",
-    ranges=(
-        ("synthetic.agreement", lambda a: LEAST_AGREEMENT <= a <= 1, f"between {LEAST_AGREEMENT} and 1"),
-    ),
-)  # fmt: skip
+    name=NAME,
+    config=SyntheticRun,
+    after="weights",
+    ranges=(("synthetic.agreement", lambda a: LEAST_AGREEMENT <= a <= 1, f"between {LEAST_AGREEMENT} and 1"),),
+)
 OF_PLANS = replace(SETTINGS, name="synthetic plans", config=SyntheticPlan, ranges=())
 TOPIC = Topic(
     name=NAME,

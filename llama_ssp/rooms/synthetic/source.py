@@ -150,10 +150,11 @@ def synthesize(shapes: Sequence[ModelShape], *, agreement: float, in_16_bits: bo
     small = choose_small(shapes)
     target = Synthetic(small=small, shape=target_shape, in_16_bits=in_16_bits)
     drafts: list[WeightSource] = [
-        _head_of(target, shape, agreement) if shape.is_head
+        _head_of(target, shape, agreement)
+        if shape.is_head
         else replace(target, shape=shape, noise=noise_for(small.folder, agreement))
         for shape in others
-    ]  # fmt: skip
+    ]
     return [target, *drafts]
 
 

@@ -27,12 +27,13 @@ class WindowConfig(ModelDraftConfig):
 
 
 SETTINGS = MoreSettings(
-    name="window", config=WindowConfig,
+    name="window",
+    config=WindowConfig,
     ranges=(
         ("draft.window", lambda n: n is None or n >= 1, "at least 1 token, or null for all"),
         ("draft.sinks", lambda n: n >= 0, "at least 0"),
     ),
-)  # fmt: skip
+)
 
 
 def _window(draft: object) -> int | None:

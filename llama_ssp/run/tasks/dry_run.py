@@ -160,7 +160,7 @@ def plan_with_prompts(config: RunConfig, *, world_size: int, machine: HardwareCo
 
 def plan_ahead(
     config: RunConfig, *, world_size: int, machine: HardwareConfig | None = None, counts: bool = False
-) -> Plan:  # fmt: skip
+) -> Plan:
     """Plan a run before anything is loaded, on its own machine or on this one; raises ConfigError as `dry_run`."""
     on_cpu = config.device is DeviceKind.cpu
     spec, own = _spec_ahead(config, world_size=world_size, on_cpu=on_cpu, counts=counts)
@@ -214,7 +214,7 @@ def choose_for_run(config: RunConfig, *, world_size: int, on_cpu: bool) -> tuple
 
 def _spec_ahead(
     config: RunConfig, *, world_size: int, on_cpu: bool, counts: bool = False
-) -> tuple[PlanSpec, HardwareConfig]:  # fmt: skip
+) -> tuple[PlanSpec, HardwareConfig]:
     """Limit the batch to the rows that the prompts fill; a token has three characters where nothing `counts` them.
 
     A later turn of a conversation follows the earlier ones, and answers of as many tokens as they may have. Prompts

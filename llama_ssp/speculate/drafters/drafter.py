@@ -166,9 +166,7 @@ class StepwiseDrafter:
         """Positions (B, M) of a level whose root stands in the slot `before` the end; in trees also their places."""
         if level.sees_BMA is None:
             return lengths_B1 + (level.depth - before), None
-        return self._tree_tables.places(
-            lengths_B1 - before, level.first, level.depth, level.sees_BMA, bucket=bucket
-        )  # fmt: skip
+        return self._tree_tables.places(lengths_B1 - before, level.first, level.depth, level.sees_BMA, bucket=bucket)
 
     def propose(self, rows: Rows, *, num_tokens: int, uniforms_BKP: Tensor, bucket: int, num_unread: int = 2) -> Draft:
         """Draw and write K tokens, or draw a tree; see `Drafter.propose`."""

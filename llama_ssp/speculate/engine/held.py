@@ -104,7 +104,7 @@ class HeldTexts:
 
     def __init__(
         self, num_rows: int, *, step: int, from_states: bool = False, num_spare: int = 0, num_tapped: int | None = None
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._num_tapped = num_tapped
         self._texts, self._step, self._from_states = [_Text()] * (num_rows + num_spare), step, from_states
         self.num_rows, self._used = num_rows, dict.fromkeys(range(num_rows, num_rows + num_spare), 0)

@@ -1,8 +1,10 @@
 """What a CPU's products are measured by."""
 
 import pytest
+from torch import Tensor
 
 from llama_ssp import operators
+from llama_ssp.kernels.linear import Linear
 from llama_ssp.run import calibration
 
 
@@ -11,7 +13,12 @@ def test_layers_of_torch_alone_are_measured_in_turn(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(operators, "made", lambda *_, **__: None)
     monkeypatch.setattr(calibration, "BUDGET_S", 0.0)
     monkeypatch.setattr(calibration, "_SPEED_SIDE", 128)
-    layers, in_turn = list[int](), calibration._in_turn
-    monkeypatch.setattr(calibration, "_in_turn", lambda made, x: (layers.append(len({*made})), in_turn(made, x))[1])
+    numbers, in_turn = list[int](), calibration._in_turn
+
+    def counted(layers: list[Linear], x: Tensor) -> calibration.Call:
+        numbers.append(len({*layers}))
+        return in_turn(layers, x)
+
+    monkeypatch.setattr(calibration, "_in_turn", counted)
     assert calibration.cpu_speeds(num_bytes=2**18).keys() == {"fp32", "fp16"}
-    assert layers == [3, 3, 5, 5]
+    assert numbers == [3, 3, 5, 5]

@@ -200,8 +200,9 @@ def _units(module: ir.Module, form: CacheFormat, head_dim: int) -> Value:
             of_path = code.sub(code.add(root, values[1]), 1)
             is_node = code.icmp_signed(">", num_behind, 0)
             code.write(code.select(is_node, of_path, code.read(given["own_slots"], I64, token)), places, query)
-        first_slot = code.sub(code.read(given["slots"], I64, first_token),
-                              code.read(given["own_slots"], I64, first_token))  # fmt: skip
+        first_slot = code.sub(
+            code.read(given["slots"], I64, first_token), code.read(given["own_slots"], I64, first_token)
+        )
         keys, values = (
             _row(code, form, head_dim, given["parts"], code.add(code.mul(part, given["num_slots"]), first_slot))
             for part in (head, code.add(head, num_kv))
@@ -493,8 +494,7 @@ def _soften(module: ir.Module, num_queries: int) -> Value:
         module, f"soften_{num_queries}", [POINTER, I64, POINTER, POINTER, I64, I64, POINTER]
     )
     numbers, has_window = range(num_queries), code.icmp_signed(">", window, 0)
-    own, at = ([code.sub(code.read(slots, I64, number), chunk) for number in numbers]
-               for slots in (places, positions))  # fmt: skip
+    own, at = ([code.sub(code.read(slots, I64, number), chunk) for number in numbers] for slots in (places, positions))
     firsts = [code.select(has_window, code.sub(position, window), -(2**31)) for position in at]
     firsts, lasts = ([code.splat(code.trunc(slot, I32)) for slot in slots] for slots in (firsts, own))
     states = [code.at(states, number * _STATE, F32) for number in numbers]

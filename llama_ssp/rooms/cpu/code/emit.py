@@ -13,6 +13,7 @@ from typing import Any
 from llvmlite import ir
 
 from llama_ssp.architectures.engine import LANES
+from llama_ssp.untyped import LibraryPart
 
 I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 F32 = ir.FloatType()
@@ -124,7 +125,7 @@ class Code(ir.IRBuilder):  # type: ignore[misc]  # llvmlite comes without types
         name = "llvm.fma.v16f32" if isinstance(left.type, ir.VectorType) else "llvm.fma.f32"
         return self.intrinsic(name, left.type, left, right, added)
 
-    def halves(self, vector: Value, join: Any) -> Value:  # noqa: ANN401 - a method of the builder
+    def halves(self, vector: Value, join: LibraryPart) -> Value:
         """Join the lanes of a vector to one number, halves first."""
         width = LANES
         while width > 1:

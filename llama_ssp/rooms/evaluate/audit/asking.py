@@ -30,6 +30,7 @@ from llama_ssp.rooms.evaluate.audit.texts import Answered, TextReader
 from llama_ssp.run.requests import PromptRequest
 from llama_ssp.run.session import Session
 from llama_ssp.settings.schema import SamplingConfig
+from llama_ssp.untyped import Parsed
 
 BASELINE, ANSWERS = "baseline", "answers.jsonl"
 NUM_SCORED, NUM_REPEATED, NUM_STOPPED = 64, 4, 8
@@ -244,7 +245,7 @@ def gather(session: Session, requests: Sequence[PromptRequest]) -> Gathered:
     if torn:  # the write of a line was interrupted
         folder.write_kept(ANSWERS, whole + "\n" if whole else "")
 
-    def keep(key: str, answer: Any) -> None:  # noqa: ANN401 - JSON
+    def keep(key: str, answer: Parsed) -> None:
         known[key] = answer if isinstance(answer, str) else reader.read(answer, ends=not key.startswith(STOPS))
 
     for line in whole.splitlines():

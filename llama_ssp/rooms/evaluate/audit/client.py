@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 
 from llama_ssp.errors import ConfigError, SspError
 from llama_ssp.rooms.evaluate.audit.records import KEY
+from llama_ssp.untyped import Parsed
 
 _NUM_TRIES, _LONGEST_WAIT_S, _ANSWER_S = 7, 10.0, 300.0
 _LEAST_WAIT_S, _MOST_SAID = 0.05, 200
@@ -67,7 +68,7 @@ class Client:
         if key := os.environ.get(KEY):
             self._headers["authorization"] = f"Bearer {key}"
 
-    def get(self, path: str) -> Any:  # noqa: ANN401 - JSON
+    def get(self, path: str) -> Parsed:
         """The JSON of a path."""
         return self._answer("GET", path, None)
 
@@ -78,7 +79,7 @@ class Client:
             raise ConfigError(f"{self.url}/completions gives no choices: its answer is not of OpenAI's form")
         return found
 
-    def _answer(self, method: str, path: str, content: bytes | None) -> Any:  # noqa: ANN401 - JSON
+    def _answer(self, method: str, path: str, content: bytes | None) -> Parsed:
         said = "nothing was asked"
         for number in range(_NUM_TRIES):
             if not self.bounds.take(again=number > 0):

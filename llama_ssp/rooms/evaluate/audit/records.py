@@ -55,9 +55,10 @@ class AuditConfig(TaskConfig):
         "server in fp32; null takes what its log-probabilities show.",
     )
     checks: list[str] = made(
-        list, "the checks, by their names in the report, such as [seeds,top_k]; without any all, which together keep "
-        "the rate of false alarms."
-    )  # fmt: skip
+        list,
+        "the checks, by their names in the report, such as [seeds,top_k]; without any all, which together keep "
+        "the rate of false alarms.",
+    )
     default_prompts: list[str] = made(list, "prompts of an audit without prompt= or prompts=.")
 
 

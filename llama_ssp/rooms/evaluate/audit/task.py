@@ -38,6 +38,7 @@ from llama_ssp.run.log_probs import score_completions
 from llama_ssp.run.requests import PromptRequest
 from llama_ssp.run.session import Session
 from llama_ssp.settings.schema import SamplingConfig
+from llama_ssp.untyped import Parsed
 
 _MOST_AMBIGUOUS = 0.01
 _LEAST_EQUAL = 20
@@ -75,7 +76,7 @@ def _read(record: Mapping[str, Any]) -> Gathered:
     """The same answers on every rank, as JSON has brought them."""
     found = Gathered(**record)
 
-    def answered(one: Any) -> Answered | str:  # noqa: ANN401 - JSON
+    def answered(one: Parsed) -> Answered | str:
         if isinstance(one, str):
             return one
         text, ids, finish, scored, num_prompt = one
@@ -142,13 +143,14 @@ class _Judge:
         """The texts of a check whose tokens are known, the texts of a prompt after one another."""
         known = [
             SampledText(
-                prompt_ids=prompt, token_ids=answer.ids,
+                prompt_ids=prompt,
+                token_ids=answer.ids,
                 roles=(Role.unused, *[Role.hidden] * (len(answer.ids) - 1)),
                 stated=tuple(scored.top for scored in answer.scored),
             )
             for prompt, answer in self._found.of(check)
             if answer.ids
-        ]  # fmt: skip
+        ]
         return sorted(known, key=lambda text: (text.prompt_ids, -len(text.token_ids)))
 
     def _rounds(self) -> Rounds:
@@ -181,10 +183,11 @@ class _Judge:
         hidden = sum(one.ids is None for _, one in of_law)
         if hidden > _MOST_AMBIGUOUS * len(of_law):
             return Finding(
-                LAW, UNKNOWN,
+                LAW,
+                UNKNOWN,
                 f"cannot judge texts whose encoding is ambiguous, {hidden} of {len(of_law)}: the server gives neither "
                 "token ids (return_token_ids) nor log-probabilities with the bytes of tokens",
-            )  # fmt: skip
+            )
         sums = self._sums(LAW)
         num_tokens = sum(len(one.log_probs) for one in self._scores[LAW])
         rounding = self._rounding(self._texts(LAW), self._scores[LAW])
@@ -219,9 +222,10 @@ class _Judge:
         gaps = [[place.top[0].logprob - place.logprob for place in of_text] for _, of_text in known]
         near_tie = NEAR_TIES.get(self._config.model.dtype, 0.0)
         return checks.judge_greedy(
-            gaps, near_tie=max(near_tie, 2 * self._nats if self._variation else 0.0),
+            gaps,
+            near_tie=max(near_tie, 2 * self._nats if self._variation else 0.0),
             is_known=self._variation is not None,
-        )  # fmt: skip
+        )
 
     def _processor(self, name: str) -> Finding:
         if refusal := self._found.refusal(name):

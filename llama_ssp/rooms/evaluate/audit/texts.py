@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from llama_ssp.token_bytes import reader_of
+from llama_ssp.untyped import Parsed
 
 _ID = "token_id:"
 
@@ -82,7 +83,7 @@ class TextReader:
         ids = [self._id_of(piece) for piece in pieces]
         return None if None in ids else tuple(one for one in ids if one is not None)
 
-    def _id_of(self, piece: Any) -> int | None:  # noqa: ANN401 - JSON
+    def _id_of(self, piece: Parsed) -> int | None:
         if isinstance(piece, Mapping):
             own = piece.get("bytes")
             if isinstance(piece.get("id"), int):

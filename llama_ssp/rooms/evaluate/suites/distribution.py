@@ -89,7 +89,7 @@ def judge(evidence: Evidence) -> Evaluation:
             Measure.within("total variation of next tokens", apart.value, apart.interval),
             Measure(name="total variation that chance alone gives", value=apart.noise),
         ],
-    )  # fmt: skip
+    )
 
 
 def _problems(config: RunConfig) -> Iterator[str]:

@@ -21,7 +21,7 @@ _UNITS_OF_A_PROGRAM = 1024
 @triton.jit  # type: ignore[untyped-decorator]
 def add_norm_kernel(  # type: ignore[no-untyped-def]
     x, added, ids, weight, normed, width, eps, WIDTH: tl.constexpr, PDL: tl.constexpr
-):  # fmt: skip
+):
     """Add to one row of x, in place, if there is something to add, and normalize it; with ids x is rows of `added`."""
     places = tl.arange(0, WIDTH)
     is_place = places < width

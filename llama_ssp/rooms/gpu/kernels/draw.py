@@ -31,7 +31,7 @@ def _scaled(logits, row, block, scale, vocab_size, TOKENS: tl.constexpr):  # typ
 @triton.jit  # type: ignore[untyped-decorator]
 def block_peaks(  # type: ignore[no-untyped-def]
     logits, peaks, totals, scale, vocab_size, num_blocks, TOKENS: tl.constexpr, PDL: tl.constexpr
-):  # fmt: skip
+):
     """The largest logit of one block of one row, times `scale`, and the sum of exponentials relative to it."""
     block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     release(PDL)

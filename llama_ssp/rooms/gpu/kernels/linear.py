@@ -179,7 +179,7 @@ def _sum_of_warps(total, WARPS: tl.constexpr, OUTPUTS: tl.constexpr, ROWS: tl.co
 @triton.jit
 def store(  # type: ignore[no-untyped-def]
     total, scales, bias, residual, y, outputs, places, is_stored
-):  # fmt: skip
+):
     """Multiply a sum by scales, add bias and residual, each where there are any; outputs and places have its shape."""
     if scales is not None:
         total *= tl.load(scales + outputs, mask=is_stored, other=0.0).to(tl.float32)
@@ -296,7 +296,7 @@ def _sum_of_splits(  # type: ignore[no-untyped-def]
 @triton.jit(do_not_specialize=["num_pairs"])  # type: ignore[untyped-decorator]
 def _find_block(  # type: ignore[no-untyped-def]
     experts, blocks, num_pairs, num_experts, PAIRS: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr
-):  # fmt: skip
+):
     """Write the expert of a block, how many of its pairs are there, and which."""
     counts = tl.zeros((EXPERTS,), dtype=tl.int32)
     for start in range(0, num_pairs, PAIRS):
@@ -327,7 +327,7 @@ def _find_block(  # type: ignore[no-untyped-def]
 @triton.jit(do_not_specialize=["num_inputs"])  # type: ignore[untyped-decorator]
 def _unpack_codes(  # type: ignore[no-untyped-def]
     codes, words, scales, into, num_inputs, words_stride, HALF: tl.constexpr, GROUP: tl.constexpr
-):  # fmt: skip
+):
     """Write the numbers (code - zero) * scale of 16 groups of one output, or E2M1 * scales, rounded once."""
     row, groups = tl.program_id(0).to(tl.int64), tl.program_id(1) * 16 + tl.arange(0, 16)
     bytes_ = tl.arange(0, HALF)

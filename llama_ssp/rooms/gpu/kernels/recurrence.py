@@ -29,7 +29,7 @@ def _softplus(x):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _input(x, inputs, ring, at, channels, is_channel, first, token, place, x_step, num_inputs, num_channels):  # type: ignore[no-untyped-def]  # fmt: skip
+def _input(x, inputs, ring, at, channels, is_channel, first, token, place, x_step, num_inputs, num_channels):  # type: ignore[no-untyped-def]
     """The inputs of some channels at a place of this forward, or before it: from the ring, zeros before the text."""
     own = tl.load(x + (token + place) * x_step + at, mask=is_channel & (place >= 0), other=0.0)
     slot = ring + (first + place + num_inputs) % num_inputs

@@ -40,11 +40,12 @@ COHERE2 = replace(COHERE, model_type="cohere2", windows=MISTRAL.windows)
 GLM = replace(GRANITE, model_type="glm", parameters=partial(decoder, modules=_GLM, biased=QKV))
 GLM4 = replace(GLM, model_type="glm4", parameters=partial(decoder, modules=_GLM, biased=QKV, norms=4))
 STARCODER2 = replace(
-    MINISTRAL3, model_type="starcoder2",
+    MINISTRAL3,
+    model_type="starcoder2",
     parameters=partial(
         decoder, modules=(*ATTENTION, "c_fc", "c_proj"), biased=(*ATTENTION, "c_fc", "c_proj"), norms=4, final_norms=2
     ),
-)  # fmt: skip
+)
 ARCEE = replace(GRANITE, model_type="arcee", parameters=partial(decoder, modules=(*ATTENTION, *PLAIN)))
 
 
@@ -56,16 +57,17 @@ def _with_learned_bends(shape: ModelShape, modules: tuple[str, ...], *, head_nor
 
 APERTUS = replace(
     ARCEE, model_type="apertus", parameters=partial(_with_learned_bends, modules=(*ATTENTION, *PLAIN), head_norms=2)
-)  # fmt: skip
+)
 NEMOTRON = replace(
     ARCEE, model_type="nemotron", parameters=partial(decoder, modules=(*ATTENTION, *PLAIN), norms=4, final_norms=2)
-)  # fmt: skip
+)
 
 _PHI = ("q_proj", "k_proj", "v_proj", "dense", "fc1", "fc2")
 PHI = Family(
-    model_type="phi", parameters=partial(decoder, modules=_PHI, biased=(*_PHI, "lm_head"), final_norms=2),
+    model_type="phi",
+    parameters=partial(decoder, modules=_PHI, biased=(*_PHI, "lm_head"), final_norms=2),
     cuts_vocabulary=True,
-)  # fmt: skip
+)
 """Phi 1, 1.5 and 2: attention and MLP share one layer norm, biases everywhere."""
 _NEOX = ("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h")
 
@@ -133,15 +135,15 @@ GPTJ = unwritten("gptj", tp_plan={
 })  # fmt: skip
 """Kinds without a plan in the library; every rank holds their output."""
 _GPT_PLAN = {
-    "transformer.wte": "embedding_rowwise", "lm_head": "colwise_gather_output",
+    "transformer.wte": "embedding_rowwise",
+    "lm_head": "colwise_gather_output",
     **layer_plan("attn", ["c_attn"], ["c_proj"], layers="transformer.h"),
     **layer_plan("mlp", ["c_fc"], ["c_proj"], layers="transformer.h"),
-}  # fmt: skip
+}
 _LINEARS = "llama_ssp.rooms.modules.families:use_linears"
 GPT2 = unwritten(
-    "gpt2", tp_plan=_GPT_PLAN, adapt=_LINEARS,
-    turned=("c_attn.weight", "q_attn.weight", "c_proj.weight", "c_fc.weight"),
-)  # fmt: skip
+    "gpt2", tp_plan=_GPT_PLAN, adapt=_LINEARS, turned=("c_attn.weight", "q_attn.weight", "c_proj.weight", "c_fc.weight")
+)
 GPT_BIGCODE = unwritten("gpt_bigcode", tp_plan=_GPT_PLAN, cuts={"c_attn": Cut.fused_qkv})
 FALCON = unwritten("falcon", adapt=_LINEARS, tp_plan={
     "transformer.word_embeddings": "embedding_rowwise", "lm_head": "colwise_gather_output",

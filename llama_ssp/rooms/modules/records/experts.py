@@ -31,9 +31,10 @@ DEEPSEEK_V3 = unwritten("deepseek_v3", tp_plan=LATENT_PLAN, modules=layers.laten
 DEEPSEEK_V2 = unwritten("deepseek_v2", modules=partial(layers.latent, biases_router=False))
 GLM4_MOE_LITE = unwritten("glm4_moe_lite", modules=partial(layers.latent, cuts_shared=False))
 GPT_OSS = unwritten(
-    "gpt_oss", tp_plan={**VOCABULARY_PLAN, **GRANITE_MOE.tp_plan, "model.layers.*.mlp.experts": "moe_tp_experts"},
+    "gpt_oss",
+    tp_plan={**VOCABULARY_PLAN, **GRANITE_MOE.tp_plan, "model.layers.*.mlp.experts": "moe_tp_experts"},
     modules=layers.gpt_oss,
-)  # fmt: skip
+)
 DOGE, FLEX_OLMO, LAGUNA, MIMO_V2_FLASH, MINIMAX_M2, MINIMAX_M3 = (
     unwritten(kind, keeps_attention=True)
     for kind in ("doge", "flex_olmo", "laguna", "mimo_v2_flash", "minimax_m2", "minimax_m3_vl_text")

@@ -76,7 +76,7 @@ def _parameters_of_4(shape: ModelShape) -> Inventory:
     per_layer, rest = divmod(num_vectors, num_layers)
     return replace(
         whole, layer=tuple(layer), layer_vectors=per_layer, final_vectors=num_final + rest, embeddings=embeddings
-    )  # fmt: skip
+    )
 
 
 GEMMA3N = unwritten("gemma3n_text", cuts_own_embedding=True, has_stages=False)
