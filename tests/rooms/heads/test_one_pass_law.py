@@ -181,6 +181,7 @@ def ended_law_error(rule_name: str, head: ConfidentHead, *, num_drafted: int) ->
     return law_error(made, sampling, target=target, draft=head.law_tables(num_drafted), num_draft_tokens=num_drafted)
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("rule_name", ["speculative", "block"])
 def test_drafts_that_end_by_confidence_leave_the_text_its_law(rule_name: str) -> None:
     tables = random_table(seed=60, num_tables=NUM_TABLES, max_length=3, vocab_size=NUM_TOKENS)

@@ -422,6 +422,7 @@ def test_a_table_of_positions_of_another_length_is_refused_before_masks_of_its_s
         build_empty(inspect(tmp_path))
 
 
+@pytest.mark.seconds
 def test_a_hybrid_without_a_mask_of_its_whole_text_is_compared_with_quantized_inputs_too(tmp_path: Path) -> None:
     """Attention by position gets no mask in the library's own forward, which the static cache is held against."""
     build_checkpoint(tmp_path, "nemotron_h", hidden_size=128, intermediate_size=256)

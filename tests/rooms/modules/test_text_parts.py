@@ -47,6 +47,7 @@ def compare_library(folder: Path, model: Any) -> None:  # noqa: ANN401
         part_at_a_near_tie(model, prompt, own[: len(done.token_ids)], done.token_ids)
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(("name", "num_ranks"), [
     *((name, 2) if name in QUICK else heavy(name, 2) for name in LAYOUTS), *(heavy(name, 4) for name in LAYOUTS)
 ])  # fmt: skip

@@ -73,6 +73,7 @@ def draft_errors(rounds: Rounds, way: str) -> list[float]:
     ]
 
 
+@pytest.mark.seconds
 @pairs(way=[*WAYS], rule_name=["speculative", "block"], num_drafted=[1, 2, 3], text=[LONG, SHORT])
 def test_texts_of_several_rounds_have_the_law_of_the_target(
     way: str, rule_name: str, num_drafted: int, text: tuple[int, ...]

@@ -264,6 +264,7 @@ def test_the_small_cache_has_the_slots_that_a_plan_counts(name: str, folder: Pat
     assert held == (3 * (slots + NUM_DRAFTED + 1) * layers * value_bytes if slots else 0)
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("name", first(["a copy of some layers, window", "first layers", "window"]))
 def test_texts_go_on_from_spare_rows_and_in_later_runs_as_in_one(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -291,6 +292,7 @@ def test_texts_go_on_from_spare_rows_and_in_later_runs_as_in_one(
     assert [ids_of(decode(target, draft, prompts=[prompt]))[0] for prompt in PROMPTS] == together
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("draft", first([{"window": 16, "sinks": 2}, {"layers": 8}]))
 def test_the_library_drafts_with_the_target_as_a_run_does(draft: dict[str, Any]) -> None:
     plain, drafts = load("tiny"), load("tiny", {"kind": "self", **draft})

@@ -203,6 +203,7 @@ REFUSED: dict[tuple[str, str], tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("case", list(HOLDS), ids=" ".join)
 def test_a_case_holds(server: Server, case: tuple[str, str]) -> None:
     assert HOLDS[case](server)

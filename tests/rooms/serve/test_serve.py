@@ -271,6 +271,7 @@ def test_connections_that_send_or_read_too_slowly_are_closed(pair: Pair, monkeyp
         assert len(b"".join(iter(partial(reader.recv, 1 << 16), b""))) < 50_000
 
 
+@pytest.mark.seconds
 def test_a_full_queue_a_key_and_the_end(pair: Pair, tmp_path: Path) -> None:
     """A full queue asks to come back; requests without the key are refused; a signal gives up what takes too long."""
     (tmp_path / "key").write_text("secret\n")

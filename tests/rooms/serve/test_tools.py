@@ -248,6 +248,7 @@ def test_strict_and_single_calls_are_constrained(
     assert not allows(lead + wrong)
 
 
+@pytest.mark.seconds
 def test_a_mark_that_is_a_special_token_is_seen_though_it_has_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
     with load("tiny") as pair:
         tokenizer = pair.tokenizer

@@ -67,6 +67,7 @@ def decoder(
     return make_decoder(PrefixRunner(sharpness=sharpness), None, make_drafter=make, **options)
 
 
+@pytest.mark.seconds
 @grid(batch_size=[1, 3], num_draft_tokens=[1, 6], lag=[0, 1])
 def test_every_draft_is_the_models_own_after_its_own_text(batch_size: int, num_draft_tokens: int, lag: int) -> None:
     made = decoder(

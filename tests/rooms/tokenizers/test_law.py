@@ -60,6 +60,7 @@ def moved(shared: tuple[int | None, ...], *, num_draft_tokens: int, is_normalise
     return TableModel(tuple(tables))
 
 
+@pytest.mark.seconds
 @grid(shared=list(SHARED), name=list(SAMPLINGS), rule_name=["speculative", "block"], num_draft_tokens=[1, 2, 3])
 def test_the_text_has_exactly_the_targets_law(shared: str, name: str, rule_name: str, num_draft_tokens: int) -> None:
     rule = make_rule(SAMPLINGS[name], VerificationConfig(rule=rule_name))

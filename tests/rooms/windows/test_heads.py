@@ -75,6 +75,7 @@ def skipped(way: str, text: list[int], *, depth: int) -> range:
     return range(sinks, max(sinks, num_prompt - 1 - window, first - window))
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     ("way", "tree", "pauses"),
     [("window", None, 0), ("no first tokens", "2x2x1", 0), heavy("window", "2x2x1", 0), heavy("window", None, 33),
@@ -142,6 +143,7 @@ HEADS = [
 ]  # fmt: skip
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(("make_files", "tree"), HEADS)
 def test_a_window_of_all_drafts_as_without_one_and_a_narrow_one_keeps_greedy_texts(
     make_files: Callable[[Path], tuple[Any, ...]], tree: str | None, tmp_path: Path

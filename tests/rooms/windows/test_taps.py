@@ -110,6 +110,7 @@ def test_a_prompt_takes_what_its_window_needs_no_taps_of(
     assert found.target.num_tokens == held
 
 
+@pytest.mark.seconds
 def test_laws_behind_a_shared_beginning_are_those_behind_texts_that_are_read_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -160,6 +161,7 @@ def test_a_head_that_begins_anew_behind_a_shared_beginning_has_the_drafts_of_a_t
         torch.testing.assert_close(law, laws[1][text])
 
 
+@pytest.mark.seconds
 def test_spare_rows_of_a_head_with_a_window_take_calls_of_any_length() -> None:
     """Rows have taps by the most drafted tokens of a call, and decoders of a pair share what is spare."""
     pair = load("tiny", {"model": "tiny-eagle", "window": 16, "sinks": 4}, spare_rows=1)
@@ -204,6 +206,7 @@ def drafts_of(
     return [[*done.token_ids, *done.accepted_lengths] for done in complete(decoder, wanted)]
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("pauses", [0, heavy(33)])
 def test_a_rank_with_the_head_alone_gets_the_taps_of_its_window(
     pauses: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -16,6 +16,7 @@ from tests.helpers.hub import shipped
 from tests.helpers.in_process import planned
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     ("arguments", "settings"),
     [

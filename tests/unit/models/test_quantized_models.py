@@ -88,6 +88,7 @@ def rms(values: Tensor) -> float:
     return float(values.square().mean().sqrt())
 
 
+@pytest.mark.seconds
 @pairs(num_ranks=[1, 2], form=FORMS, implemented=IMPLEMENTATIONS)
 def test_ranks_come_within_the_error_of_the_precision_itself(
     saved: Saved, implemented: tuple[str, str], num_ranks: int, form: str

@@ -22,6 +22,7 @@ def test_a_sentence_names_what_lacks(device: str, words: str) -> None:
     assert words in _why_not_reproducible(models)
 
 
+@pytest.mark.seconds
 def test_a_draft_counts_where_a_rule_compares_with_its_probabilities() -> None:
     models: Any = Mock(reuse=Mock(are_invariant=False), target=Mock(is_invariant=True), prepared=None)
     for words, expected in (

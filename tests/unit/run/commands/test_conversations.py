@@ -125,6 +125,7 @@ def ask_of_chats(folder: Path, *settings: str, template: str = TEMPLATE, **recor
     return launch(*SMALL, f"model={folder}", f"prompts={file}", f"run_dir={folder}/run{number}", *settings)
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     ("template", "fault"),
     [

@@ -60,6 +60,7 @@ def test_it_runs_in_any_folder_within_two_seconds_of_processor_time(tmp_path: Pa
     pytest.fail(f"a plan took {spent_s:.2f} s")
 
 
+@pytest.mark.seconds
 def test_a_plan_that_does_not_fit_exits_with_3() -> None:
     ended = call("model=65B", "draft=7B", "hardware=g5_12xlarge", "format=json")
     assert (ended.code, ended.err.strip()) == (3, json.loads(ended.out)["shortage"])

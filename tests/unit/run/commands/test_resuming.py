@@ -281,6 +281,7 @@ def stray(**changes: object) -> Change:
     return change
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     ("change", "said"),
     [

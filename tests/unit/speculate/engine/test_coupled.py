@@ -47,6 +47,7 @@ def test_a_seed_has_one_text_whatever_drafts(name: str) -> None:
         assert texts(SAMPLINGS[name], **options) == alone, options
 
 
+@pytest.mark.seconds
 @kinds
 @pytest.mark.parametrize("name", SAMPLINGS)
 def test_a_seed_has_one_text_in_rounds_of_every_kind(make: Make, name: str) -> None:

@@ -129,6 +129,7 @@ def test_a_long_text_drops_the_graphs_of_buckets_that_were_read_long_ago(
     assert recorder.num_replayed > num_recorded[1], "most rounds are replayed"
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     ("unrecordable", "stages"), [("aten::argmax", ["draft", "verify"]), ("aten::cumprod", ["verify"])]
 )

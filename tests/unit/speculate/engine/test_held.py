@@ -105,6 +105,7 @@ def test_texts_are_the_target_s_own_whatever_earlier_runs_have_left(
     assert num_reused > 100
 
 
+@pytest.mark.seconds
 @kinds
 @pytest.mark.parametrize("chunk", [512, 5])
 def test_drafts_and_decisions_are_those_behind_prompts_that_are_read(

@@ -119,6 +119,7 @@ def test_rounds_do_not_count_the_wait_for_prompts(lag: int, monkeypatch: pytest.
     assert all(one.first_token_s > slow_s for one in done)
 
 
+@pytest.mark.seconds
 @kinds
 def test_an_end_of_sequence_token_ends_the_row_at_once_also_inside_a_draft(make: Make) -> None:
     target, ended_inside, drafts = PrefixRunner(), 0, False

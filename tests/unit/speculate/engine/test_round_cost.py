@@ -142,6 +142,7 @@ def test_the_loop_reads_values_only_out_of_the_results_copy(
     assert counting.operators.keys() & READS == set()
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_operators_of_a_round_are_a_plus_b_times_k(temperature: float) -> None:
     totals = {k: counted_round(num_draft_tokens=k, temperature=temperature).operators.total() for k in (1, 2, 3, 6)}

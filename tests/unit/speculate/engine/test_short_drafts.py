@@ -98,6 +98,7 @@ def test_greedy_text_of_rounds_that_overlap_is_plain_text(num_ranks: int) -> Non
     assert sum(map(sum, (each.accepted_lengths for each in found))) > 10
 
 
+@pytest.mark.seconds
 def test_a_sampled_text_of_rounds_that_overlap_depends_on_no_other_row_rank_or_executor(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -134,6 +134,7 @@ def mixed(mosts: Sequence[int | None] = MOSTS, temperature: float = 0.8) -> list
     ]  # fmt: skip
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize(
     "setting", [{"top_p": 0.5}, {"min_p": 0.4}, {"repetition_penalty": 1.9}, {"logit_bias": {3: 2.0}}]
 )

@@ -45,6 +45,7 @@ def until_stop(tokenizer: PreTrainedTokenizerFast, stops: list[str], *, group: i
     return str(tokenizer.decode(taken, skip_special_tokens=True))
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("group", [1, 3, 1000])
 @pytest.mark.parametrize("tokenizer", [byte_level(), sentencepiece_like()], ids=["bytes", "pieces"])
 def test_every_part_of_a_text_is_found_where_it_is_first_complete(
@@ -84,6 +85,7 @@ def stopping(words: PreTrainedTokenizerFast, stops: list[str], **options: Any) -
     return decoder
 
 
+@pytest.mark.seconds
 @grid(lag=[0, 1], batch_size=[1, 3], draft_seed=[0, 1])  # drafts that are always, and mostly not, accepted
 def test_a_row_ends_at_its_stop_also_inside_a_draft(
     words: PreTrainedTokenizerFast, draft_seed: int, batch_size: int, lag: int
@@ -159,6 +161,7 @@ def test_the_shipped_pair_stops_where_the_library_does() -> None:
     assert "stop" in reasons
 
 
+@pytest.mark.seconds
 def test_one_stop_needs_no_list() -> None:
     (found,) = load("tiny", "tiny-draft").generate("import os", stop_strings="import")
     assert found.finish_reason == "stop"

@@ -90,6 +90,7 @@ def test_sampled_text_by_look_up_depends_neither_on_the_batch_nor_on_the_executo
     assert any(sum(accepted) for _, accepted in texts[1])
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_rounds_of_trees_are_traced_on_several_ranks(temperature: float, caplog: pytest.LogCaptureFixture) -> None:
     """A rank that does not decide records them with a path that is not there."""

@@ -50,6 +50,7 @@ def test_greedy_text_is_plain_text(family: str, num_ranks: int, tmp_path: Path) 
         assert trees == [plain] * len(trees)
 
 
+@pytest.mark.seconds
 def test_greedy_text_with_a_heads_trees_is_plain_text(tmp_path: Path) -> None:
     """The target's layers have the window, and so has the head's own."""
     origins = save_small_pair(

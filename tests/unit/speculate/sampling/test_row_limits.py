@@ -79,6 +79,7 @@ def limited(rule: str, sampling: SamplingConfig, most: int | Ends, limit: Limit 
     return made
 
 
+@pytest.mark.seconds
 @grid(
     where=lambda drafts, most, **_: drafts != "certain" or most < 2,
     drafts=["speculative", "block", "certain"], name=[*SAMPLINGS], most=[0, 1, 2],

@@ -117,6 +117,7 @@ def test_the_harness_catches_a_planted_fault(rule: Rule, num_draft_tokens: int) 
     assert error_of(rule, COLD, num_draft_tokens) > 1e-3
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("num_draft_tokens", [1, 2, 3])
 def test_block_accepts_more_than_speculative_and_as_much_from_one_token(num_draft_tokens: int) -> None:
     def accepted(verification: VerificationConfig) -> Tensor:

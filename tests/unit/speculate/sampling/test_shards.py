@@ -207,6 +207,7 @@ def texts(
     return ids_of(complete(decoder, requests(24)))
 
 
+@pytest.mark.seconds
 @pairs(
     rule=["speculative", "block", "coupled", "greedy"], ngram=[False, True], sampling=[WARM, ELEMENTWISE],
     num_ranks=[2, 3], replay=[True, False],
