@@ -23,7 +23,7 @@ def layout_of(described: object) -> PackedLayout | str:
     found: Found = [f"quant_method {shown(method)}"]
     if isinstance(described, dict) and isinstance(method, str):
         compressed = tools.compressed(described)
-        found = compressed.problems if compressed else found
+        found = (compressed.problems or [f"format {shown(compressed.form)}"]) if compressed else found
         files = (record.files for record in formats().values())
         layouts = (kept.layout(described) for kept in files if kept.layout)
         found = next((layout for layout in layouts if layout is not None), found)

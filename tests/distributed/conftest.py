@@ -6,7 +6,19 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.ranks import ONE_PASS, SYNTHETIC, Case, Cell, FromPython, Quantized, Seen, Together, see_all
+from llama_ssp.errors import ConfigError
+from tests.distributed.ranks import (
+    ONE_PASS,
+    SYNTHETIC,
+    Case,
+    Cell,
+    FromPython,
+    Quantized,
+    Seen,
+    Together,
+    need_rooms,
+    see_all,
+)
 from tests.helpers.draft_heads import make_tensors, save_original
 from tests.helpers.models import VOCAB_SIZE, build_checkpoint
 from tests.helpers.mtp_layers import save_with_mtp
@@ -26,7 +38,17 @@ def cases_of(session: pytest.Session, folder: Path) -> list[Case]:
         item.callspec.params for item in session.items if hasattr(item, "callspec") and folder in item.path.parents
     ]
     cases = {each["case"] for each in params if isinstance(each.get("case"), Cell | FromPython | Quantized | Together)}
-    return sorted(cases | {case.alone for case in cases if isinstance(case, Cell)}, key=str)
+    cases |= {case.alone for case in cases if isinstance(case, Cell)}
+    return sorted(filter(_has_rooms, cases), key=str)
+
+
+def _has_rooms(case: Case) -> bool:
+    """Whether this installation has the rooms of a case."""
+    try:
+        need_rooms(case)
+    except (ConfigError, pytest.skip.Exception):
+        return False
+    return True
 
 
 @pytest.fixture(scope="session")
@@ -65,6 +87,7 @@ def seen(asked: list[Case], pairs: Path) -> Seen:
         return see_all(num_ranks, [case for case in asked if case.num_ranks == num_ranks], pairs)
 
     def find(case: Case) -> list[Any]:
+        need_rooms(case)
         return [rank[case] for rank in started(case.num_ranks)]
 
     return find

@@ -18,6 +18,7 @@ from torch import Tensor
 from benchmarks import decoding
 from llama_ssp import catalogue, load
 from llama_ssp.architectures import engine
+from llama_ssp.architectures.family import record_of
 from llama_ssp.catalogue import Dtype, ModelConfig
 from llama_ssp.errors import CheckpointError, ConfigError, SspError
 from llama_ssp.models.loading import load_model
@@ -41,6 +42,7 @@ from llama_ssp.settings.schema import (
     TargetPlacement,
 )
 from llama_ssp.speculate.engine.state import Request
+from llama_ssp.storage.formats import format_of
 from llama_ssp.weights.checkpoint import inspect
 from llama_ssp.weights.in_memory import WeightsInMemory, weights_like
 from tests.helpers.commands import on_forks
@@ -261,6 +263,20 @@ def _negative(models: Models) -> tuple[WeightsInMemory, ...]:
         negative = {name: -values if values.is_floating_point() else values for name, values in tensors.items()}
         found.append(weights_like(origin, negative, what="model"))
     return tuple(found)
+
+
+def need_rooms(case: Case) -> None:
+    """Skip the test, or raise what names the room, where this installation lacks a room of a case."""
+    if isinstance(case, Cell):
+        case.config(Path())
+        if case.pair == "head" or case.pair.startswith(("mtp ", ONE_PASS)):
+            need("heads")
+        elif case.pair not in {"tiny", SYNTHETIC}:
+            record_of(case.pair)
+    elif isinstance(case, Quantized):
+        record_of(case.family)
+        for form in (case.form, "int8_weight_only"):
+            format_of(form)
 
 
 _last: list[tuple[object, Models]] = []

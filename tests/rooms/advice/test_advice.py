@@ -23,6 +23,7 @@ from llama_ssp.settings.schema import DraftLayout
 from llama_ssp.words import rounded
 from tests.helpers.in_process import call, launch, planned
 from tests.helpers.planning import make_spec, small_model, times_of
+from tests.helpers.rooms import need
 
 A100 = replace(hardware.load("8xa100_80gb"), sums=[])
 SHARDED = DraftLayout.sharded
@@ -246,6 +247,8 @@ def test_another_machine_has_its_own_memory_where_some_was_typed_for_the_asked_o
 
 def test_another_format_of_as_many_bits_is_tried() -> None:
     """NormalFloat has a scale of 4 bytes for 64 weights, our own format of 4 bits for 128."""
+    need("eight_bits")
+    need("four_bits")
     four = make_spec("13B", of_target={"quantization": "nf4"})
     machine = replace(ONE_A10G, memory_bytes=fullest_rank(four, ONE_A10G).needed_bytes - 1)
     found = changes_that_fit(four, machine)

@@ -16,7 +16,7 @@ from llama_ssp.settings.layout import lay_out
 from llama_ssp.settings.schema import ADAPTIVE_LENGTHS, DraftLayout, DraftPlacement, PlacementConfig
 from llama_ssp.storage.formats import formats
 from tests.helpers.planning import make_spec, small_model, times_of
-from tests.helpers.rooms import module_of
+from tests.helpers.rooms import module_of, need
 
 A10G, A100 = hardware.load("g5_12xlarge"), hardware.load("8xa100_80gb")
 
@@ -81,6 +81,8 @@ def test_the_asked_model_comes_first_then_the_larger_ones_and_what_does_not_fit_
 
 
 def test_every_size_precision_placement_and_draft_of_the_vocabulary_is_tried() -> None:
+    need("eight_bits")
+    need("four_bits")
     quantizations = {"fp16", "int8", "nf4", "int8_weight_only", "int4_weight_only"}
     assert {choice["quantization"] for choice in choices()} == quantizations
     assert {choice["draft_kind"] for choice in choices()} == {None, "sharded", "one_rank", "own_gpu"}
@@ -139,6 +141,8 @@ def test_what_has_no_room_for_cuda_graphs_is_tried_without_them() -> None:
 
 
 def test_a_draft_is_also_tried_in_the_format_that_is_read_fastest_and_a_head_is_not() -> None:
+    need("eight_bits")
+    need("four_bits")
     module_of("heads")
     spec = make_spec("qwen3_8B", "qwen3_0.6B")
     found = [one for one in search(spec, replace(A100, num_gpus=1)) if one["quantization"] == "bf16"]

@@ -7,6 +7,7 @@ from llama_ssp.planning.memory import fits
 from llama_ssp.planning.spec import spec_of_plan
 from llama_ssp.rooms.advice.advice import changes_that_fit
 from llama_ssp.rooms.advice.search import search
+from tests.helpers.rooms import need
 from tests.unit.planning.test_stored_plans import AWQ, FP8, H100, LLAMA_70B, W8A8_ZEROS, config_of
 
 
@@ -21,6 +22,8 @@ def test_no_change_quantizes_files_again(tmp_path: Path) -> None:
 
 
 def test_searches_name_no_format_that_a_run_would_refuse(tmp_path: Path) -> None:
+    need("eight_bits")
+    need("four_bits")
     for described, name in ((W8A8_ZEROS, "int8_weight_only"), (AWQ, "int4_weight_only")):
         config = config_of(tmp_path, LLAMA_70B, described)
         rows = search(spec_of_plan(config, H100), H100)

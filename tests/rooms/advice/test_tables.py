@@ -14,6 +14,7 @@ from llama_ssp.rooms.advice.search import Search, search
 from llama_ssp.rooms.advice.tables import print_search, printed
 from llama_ssp.settings.schema import DraftLayout
 from tests.helpers.planning import make_spec
+from tests.helpers.rooms import need
 
 A10G = hardware.load("g5_12xlarge")
 
@@ -36,6 +37,8 @@ def _console(width: int, found: list[dict[str, Any]] | None = None) -> Console:
 
 @pytest.mark.seconds
 def test_the_ranking_shows_all_sizes_what_is_missing_and_what_figures_rest_on() -> None:
+    need("eight_bits")
+    need("four_bits")
     text = " ".join(_console(110).export_text().split())
     assert "65B int8wo" in text
     assert f"5 of {len(choices())}, which format=full has" in text
@@ -63,6 +66,8 @@ def test_five_rows_are_shown_the_fastest_of_each_precision_of_the_asked_model_be
 
 
 def test_a_model_that_does_not_fit_is_struck_out_above_the_largest_one_that_does() -> None:
+    need("eight_bits")
+    need("four_bits")
     found = search(make_spec("65B", "7B"), replace(A10G, num_gpus=1))
     first, *others = printed(found)
     assert (first["target"], first["ms_per_token"]) == ("65B", None)

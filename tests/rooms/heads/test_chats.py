@@ -28,6 +28,7 @@ from tests.helpers.head_drafts import Seen, chat, make_head_decoder
 from tests.helpers.lanes import heavy
 from tests.helpers.mtp_layers import save_with_mtp
 from tests.helpers.one_pass_heads import WIDTH, save_pair
+from tests.helpers.rooms import need
 
 TURNS = [tuple(range(40 + turn, 70 - 2 * turn)) for turn in range(10)]
 BLOCKS: dict[str, Any] = {"head_dim": 16, "vocab_size": 224}
@@ -70,6 +71,7 @@ def test_a_turn_of_a_chat_is_read_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """A head reads the last answer and the new turn, the same laws drafted as behind texts that are read whole."""
+    need("cpu")
     target, origin, width = make(tmp_path)
     runner = loaded(target)
     head, laws, extra = loaded(origin, runner), list[dict[tuple[int, ...], Tensor]](), list[int]()
@@ -87,6 +89,7 @@ def test_a_turn_of_a_chat_is_read_once(
 
 def test_taps_outlive_their_row_with_the_text(tmp_path: Path) -> None:
     """Two chats take turns in one row, and drafts have the same laws as behind texts that are read whole."""
+    need("cpu")
     target, origin, width = one_pass("peagle", tmp_path)
     runner = loaded(target)
     head, laws, reused = loaded(origin, runner), list[dict[tuple[int, ...], Tensor]](), list[int]()
@@ -109,6 +112,7 @@ def test_taps_outlive_their_row_with_the_text(tmp_path: Path) -> None:
 def test_a_rank_with_the_head_alone_gets_the_taps_of_what_is_new(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    need("cpu")
     target, origin, width = one_pass("peagle", tmp_path)
     runner = loaded(target)
     shared, share = list[int](), Taps.share

@@ -26,7 +26,7 @@ from tests.helpers.in_process import launch
 from tests.helpers.lanes import heavy
 from tests.helpers.models import build_checkpoint, tiny_model
 from tests.helpers.recorded import FakeRecorder
-from tests.helpers.rooms import module_of
+from tests.helpers.rooms import module_of, need
 from tests.helpers.tokenizers import layout
 
 TEMPLATE = (
@@ -101,12 +101,14 @@ def functions_of_ours(call: Callable[[], list[Completion]]) -> tuple[int, int]:
 
 def test_a_short_call_runs_few_functions(pair: Pair) -> None:
     """The host delays the first token: a prompt of 6 tokens and 4 new ones run 563 functions of ours."""
+    need("cpu")
     assert functions_of_ours(lambda: pair.generate([5, 6, 7, 8, 9, 10], max_new_tokens=4, plain=True))[0] < 566
 
 
 @pytest.mark.seconds
 def test_a_round_runs_few_functions(pair: Pair) -> None:
     """Behind a forward, a function of Python takes more than a microsecond."""
+    need("cpu")
     calls = [partial(pair.generate, [5, 6, 7, 8, 9, 10], max_new_tokens=number) for number in (16, 48)]
     (few, num_few), (more, num_more) = map(functions_of_ours, calls)
     assert (more - few) / (num_more - num_few) < 78

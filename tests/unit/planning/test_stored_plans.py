@@ -27,6 +27,9 @@ from tests.helpers.in_process import call
 from tests.helpers.packed_checkpoints import WEIGHTS, changed, quantization_config
 from tests.helpers.rooms import need
 
+for room in ("eight_bits", "four_bits"):
+    need(room, module=True)
+
 H100 = hardware.load("1xh100")
 FP8, W8A8, W4A16, AWQ, GPTQ = map(
     quantization_config, ("float, one scale", "int8", "compressed-tensors", "awq", "gptq")

@@ -21,10 +21,12 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
+from llama_ssp import manifest
 from llama_ssp.manifest import present
 from tests.helpers.lanes import grid, meeting
 from tests.helpers.private_names import PRIVATE_NAMES
 from tests.helpers.repository import PYTHON_FOLDERS, ROOT, files, modules, tree_of
+from tests.helpers.rooms import need
 
 MACHINE_PATH = re.compile(r"(?<![\w.])/(work|root|home/\w+)/")
 INSTALL_FILES = re.compile(r"pyproject\.toml|constraints.*\.txt|machine-install\.sh|\.ci/run|justfile|\.pre-commit.*")
@@ -181,6 +183,8 @@ def test_every_private_name_in_use_is_on_the_list() -> None:
 
 
 def test_every_name_on_the_list_is_in_use() -> None:
+    for room in manifest.ROOMS:
+        need(room)
     uses = tuple(f"{name}." for name in used())
     idle = [
         name

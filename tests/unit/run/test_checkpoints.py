@@ -31,6 +31,7 @@ from tests.helpers.composed import compose_run
 from tests.helpers.draft_heads import make_tensors, save_speculator
 from tests.helpers.held import weights
 from tests.helpers.models import VOCAB_SIZE, build_checkpoint
+from tests.helpers.rooms import need
 from tests.helpers.tokenizers import save_tokenizer
 
 
@@ -124,6 +125,7 @@ def runner_bytes(*runners: object) -> int:
 def test_a_cpu_computes_in_fp32_on_16_bit_weights_or_as_is_asked_for_and_holds_what_was_planned(
     folder: Path, asked: Dtype | None
 ) -> None:
+    need("cpu")
     pair = load(folder, dtype=asked or Dtype.auto, device="cpu")
     target, computed = pair.models.target, asked or Dtype.fp32
     assert vars(target)["dtype"] is getattr(torch, computed.value)
@@ -161,6 +163,7 @@ def with_head(kind: str, folder: Path) -> RunConfig:
 def test_a_head_holds_what_was_planned_and_without_an_embedding_that_of_its_target(
     kind: str, is_shared: bool, tmp_path: Path
 ) -> None:
+    need("cpu")
     given = with_head(kind, tmp_path)
     with start(device=DeviceKind.cpu, timeout_s=60) as world:
         sources = find_sources(given, world)

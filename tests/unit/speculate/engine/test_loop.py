@@ -169,7 +169,7 @@ def break_token(made: Decoder, fault: str) -> None:
     read = target.forward
 
     def forward(ids_BT: torch.Tensor, *given: Any, **how: Any) -> torch.Tensor:
-        if how.get("cache_rows_B") is not None and (ids_BT == 10).any():  # a prompt
+        if how.get("score_positions_BR") is not None and (ids_BT == 10).any():  # a prompt
             raise torch.OutOfMemoryError("CUDA out of memory.")
         found: torch.Tensor = read(ids_BT, *given, **how)
         return found

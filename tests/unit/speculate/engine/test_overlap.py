@@ -17,6 +17,7 @@ from tests.helpers.lanes import grid, heavy
 from tests.helpers.overlapped import complete_on_ranks, overlapped_decoder
 from tests.helpers.prefix_runner import PrefixRunner
 from tests.helpers.recorded import FakeRecorder
+from tests.helpers.rooms import need
 
 PIECES = 4
 """Of a round: draft, score, exchange, verify."""
@@ -129,6 +130,7 @@ def test_no_two_rounds_of_a_row_have_the_same_uniforms(monkeypatch: pytest.Monke
 def test_ranks_that_replay_give_the_text_of_one_that_does_not(
     num_ranks: int, num_target_ranks: int, rule_name: str
 ) -> None:
+    need("cpu")
     options: dict[str, Any] = {"temperature": 0.9, "rule_name": rule_name, "batch_size": 3, "num_draft_tokens": 4}
     alone = outcome(complete(overlapped_decoder(*near_pair(1.0), replay=False, **options), requests(24)))
     recorders = [FakeRecorder() for _ in range(num_ranks)]
@@ -167,6 +169,7 @@ class _Stages(FakeRecorder):
 @pytest.mark.parametrize("fault", ["capture", "allocation"])
 def test_what_one_rank_cannot_replay_no_rank_does(fault: str) -> None:
     """NCCL wants a message to be part of a graph on all of its ranks, or on none."""
+    need("cpu")
     recorders = [_Stages("aten::argmax" if (fault, rank) == ("capture", 1) else None) for rank in range(2)]
 
     def one_rank(comm: ThreadComm) -> None:

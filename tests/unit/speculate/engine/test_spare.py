@@ -18,6 +18,7 @@ from tests.helpers.decoders import complete, ids_of, make_decoder
 from tests.helpers.lanes import heavy
 from tests.helpers.models import build_checkpoint, load_lean
 from tests.helpers.planning import make_spec
+from tests.helpers.rooms import need
 
 Ids = tuple[int, ...]
 
@@ -59,6 +60,7 @@ def num_read(done: list[RowCompletion]) -> int:
 def test_a_beginning_is_read_about_once_and_texts_stay_the_same(
     num_requests: int, num_beginnings: int, models: list[LeanRunner]
 ) -> None:
+    need("cpu")
     requests, num_distinct = arriving(num_requests, num_beginnings)
     spare, none = (complete(made(models, number), requests) for number in (num_beginnings, 0))
     assert ids_of(spare) == ids_of(none)
@@ -66,6 +68,7 @@ def test_a_beginning_is_read_about_once_and_texts_stay_the_same(
 
 
 def test_texts_stay_where_rows_grow(models: list[LeanRunner]) -> None:
+    need("cpu")
     first, other, longer = (tuple(range(start, start + 50)) for start in (0, 50, 100))
     found = []
     for number in (0, 3):
