@@ -62,10 +62,12 @@ class Registry(Generic[Record]):
         return self.records[name]
 
     def problem_of(self, name: str, *, key: str | None = None) -> str | None:
-        """An error sentence if no record has this name; it begins with `key`, by default the setting."""
+        """An error sentence if no record has this name: of its room, or of `key`, by default the setting."""
         if self._unread:
             self._read()
-        return None if name in self.records else unknown_name(words.key_of(key or self.setting), name, self.all())
+        if name in self.records:
+            return None
+        return manifest.absent(self.setting, name) or unknown_name(words.key_of(key or self.setting), name, self.all())
 
     def _read(self) -> None:
         unread, self._unread = self._unread, ()

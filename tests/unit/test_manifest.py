@@ -9,8 +9,10 @@ import pytest
 from llama_ssp import manifest
 from llama_ssp.errors import ConfigError, unknown_name
 from llama_ssp.groups import MORE
+from llama_ssp.registry import Registry
 from llama_ssp.run.commands.help import settings_of
 from llama_ssp.run.prompts import read_prompts
+from llama_ssp.settings.combinations import Ability
 from llama_ssp.settings.commands import COMMANDS
 from llama_ssp.settings.tasks import REQUEST_FILES, TASKS
 from tests.helpers import rooms
@@ -49,6 +51,14 @@ def test_a_room_that_was_taken_out_is_named(room: str, asked: str, monkeypatch: 
     assert f"rooms/{room}" not in unknown_name(kind, name, ["compare"])
     monkeypatch.setattr(manifest, "present", lambda: ())
     assert f"{asked} needs llama_ssp/rooms/{manifest.NEEDS.get(room, room)}" in unknown_name(kind, name, ["compare"])
+
+
+@pytest.mark.parametrize("key", [None, "draft.model.quantization", "draft.quantization"])
+def test_whatever_the_door_calls_a_setting_its_room_is_named(key: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library says quantization=, and a draft's format is that of a model."""
+    monkeypatch.setattr(manifest, "present", lambda: ())
+    problem = Registry[Ability](setting="model.quantization").problem_of("nf4", key=key)
+    assert (problem or "").startswith("model.quantization=nf4 needs llama_ssp/rooms/bitsandbytes")
 
 
 def test_a_room_goes_with_the_room_that_it_needs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

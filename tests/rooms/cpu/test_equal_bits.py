@@ -12,6 +12,7 @@ from llama_ssp.settings.checks import check_values
 from tests.helpers.doors import config_of
 from tests.helpers.in_process import launch
 from tests.helpers.models import VOCAB_SIZE, build_checkpoint
+from tests.helpers.rooms import need
 from tests.helpers.tokenizers import save_tokenizer
 
 MACHINES: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None]]] = {
@@ -44,6 +45,8 @@ def test_every_door_says_what_the_machine_lacks(machine: str, tmp_path: Path, mo
     ],
 )
 def test_settings_that_are_in_the_way_are_named(given: list[str], words: str | None) -> None:
+    if any("nf4" in setting for setting in given):
+        need("bitsandbytes")
     config = config_of(["reproducible=true", *given])
     if words is None:
         check_values(config)

@@ -141,6 +141,7 @@ def test_a_figure_that_the_user_gave_has_no_range_and_an_adaptive_run_is_never_s
 
 
 def test_no_k_is_recommended_on_a_guess() -> None:
+    need("advice")
     spec = make_spec("llama3_70B", "llama3_1B", num_ranks=8, acceptance=None, num_draft_tokens=1)
     plan = make_plan(spec, A100)
     low, high = document(plan)["time"]["best_num_draft_tokens_range"]
@@ -215,6 +216,7 @@ def test_a_pair_with_positions_has_theirs_and_further_ones_decline(own_conf: Own
 
 def test_the_best_k_of_a_head_is_smaller_than_that_of_a_constant_acceptance() -> None:
     """Up to K = 4 both have the same tokens per round; a longer draft gains less than a constant says."""
+    need("heads")
     timed = times_of(make_spec("llama3_70B", "eagle3_llama3_70B", acceptance=0.8, num_ranks=4), hardware.load("4xh100"))
     acceptance = timed.acceptance
     declining = tokens_by_length(acceptance.by_position(acceptance.probability, 16))

@@ -11,6 +11,7 @@ from llama_ssp.machines import hardware
 from llama_ssp.planning.collectives import all_reduce_s
 from llama_ssp.planning.timing import FAR, FIRST, GAINS, MANY, NEAR, OTHER, PACKED, SHORT
 from tests.helpers.planning import make_spec, times_of
+from tests.helpers.rooms import need
 
 A100 = hardware.load("8xa100_80gb")
 
@@ -55,6 +56,7 @@ def test_ranges_are_by_gpu_format_and_rows_wide_where_little_was_measured_and_wi
 
 def test_gains_have_a_range_and_fall_in_batches_as_published_ones_do() -> None:
     """Of vLLM with a head of Llama 3.1 8B on an H100: 0.96 of one row's gain at 16 rows, 0.84 at 64, 0.71 at 128."""
+    need("heads")
     spec = make_spec("llama3_8B", "eagle3_llama3_8B", num_draft_tokens=3, acceptance=0.69)
     one, *batches = (times_of(replace(spec, batch_size=rows), hardware.load("h100")) for rows in (1, 8, 16, 64, 128))
     assert one.speedup_range == pytest.approx([factor * one.speedup for factor in GAINS])

@@ -17,6 +17,7 @@ from llama_ssp.reports.plan_tables import ITEMS, show
 from llama_ssp.settings.schema import DraftLayout
 from llama_ssp.words import rounded
 from tests.helpers.planning import make_spec
+from tests.helpers.rooms import need
 from tests.helpers.runs import with_toys
 
 
@@ -126,6 +127,7 @@ def test_the_first_line_is_the_verdict_of_the_mode_that_was_asked_and_names_a_fa
 
 
 def test_a_best_k_is_named_only_where_it_gains() -> None:
+    need("advice")
     good, bad = (" ".join(_printed(_plan(target, "7B", num_ranks=1)).split()) for target in ("13B", "7B"))
     assert "best K = " in good
     assert "best K = " not in bad

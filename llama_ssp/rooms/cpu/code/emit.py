@@ -6,14 +6,13 @@ so a kernel computes the same bits on every CPU with the same instructions.
 A Python number stands for a constant of the kind of the operands beside it; counts and places are `I64`.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from llvmlite import ir
 
 from llama_ssp.architectures.engine import LANES
-from llama_ssp.untyped import LibraryPart
 
 I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 F32 = ir.FloatType()
@@ -125,7 +124,7 @@ class Code(ir.IRBuilder):  # type: ignore[misc]  # llvmlite comes without types
         name = "llvm.fma.v16f32" if isinstance(left.type, ir.VectorType) else "llvm.fma.f32"
         return self.intrinsic(name, left.type, left, right, added)
 
-    def halves(self, vector: Value, join: LibraryPart) -> Value:
+    def halves(self, vector: Value, join: Callable[[Value, Value], Value]) -> Value:
         """Join the lanes of a vector to one number, halves first."""
         width = LANES
         while width > 1:
