@@ -49,6 +49,7 @@ class NgramDrafter:
 
     repeats_operators = True
     reads_by_length = True
+    writes_ids = True
 
     def __init__(self, parts: DrafterParts) -> None:
         config, device = parts.config, parts.device

@@ -92,8 +92,7 @@ class Drafter(Protocol):
         """Extend every row by K tokens, at most `num_draft_tokens`.
 
         Args:
-            rows: the batch or some rows of it (`Rows.places`), each with at least 2 tokens; the drafted ids are written
-                after each row's text.
+            rows: the batch or some rows of it (`Rows.places`), each with at least 2 tokens.
             num_tokens: K.
             uniforms_BKP: one draw for each token, at least K; see `processors.draw`.
             bucket: number of cache slots to read, at least length + K.
@@ -114,6 +113,14 @@ class Remembering(Protocol):
         """Draft from no text that has begun so far but a row's own."""
 
 
+def writes_ids(drafter: Drafter) -> bool:
+    """Whether `propose` writes the ids of a chain after each row's text itself, as its attribute says.
+
+    Without the attribute the round writes them, since the target reads them there.
+    """
+    return bool(getattr(drafter, "writes_ids", False))
+
+
 class _Tables(Workspace):
     """Constants of a batch size: the index of the second token of a row, and zero probabilities.
 
@@ -131,6 +138,8 @@ class StepwiseDrafter:
 
     They draft chains of K tokens, or trees, level by level.
     """
+
+    writes_ids = True
 
     def __init__(self, runner: Cached, parts: DrafterParts) -> None:
         self._tree, self._num_rolled_back = parts.tree, parts.num_draft_tokens + parts.num_ahead

@@ -38,7 +38,7 @@ from llama_ssp.models.cache import StaticCache, Taps
 from llama_ssp.models.prefill import Buckets, Prompts, ShortForwards, read_prompts
 from llama_ssp.models.runner import Runner, TreePlaces
 from llama_ssp.models.upload import to_device
-from llama_ssp.speculate.drafters.drafter import Drafter, Remembering, TreeTables
+from llama_ssp.speculate.drafters.drafter import Drafter, Remembering, TreeTables, writes_ids
 from llama_ssp.speculate.drafters.limited import DraftLimit
 from llama_ssp.speculate.engine.clock import HostClock
 from llama_ssp.speculate.engine.held import PromptRow
@@ -46,7 +46,7 @@ from llama_ssp.speculate.engine.masks import Constraint, Drafted, TokenMasks, fi
 from llama_ssp.speculate.engine.state import BatchState
 from llama_ssp.speculate.engine.verifier import Decision, Verifier
 from llama_ssp.speculate.sampling.context import Context, Rows
-from llama_ssp.speculate.sampling.draft import POINT_MASS, Draft, Law, Topology
+from llama_ssp.speculate.sampling.draft import POINT_MASS, Chain, Draft, Law, Topology
 from llama_ssp.speculate.sampling.trees import Tree
 from llama_ssp.speculate.sampling.uniforms import Draws, UniformTable
 from llama_ssp.untyped import Values
@@ -233,17 +233,17 @@ class Round:
         uniforms_BN, rows, number = state.uniforms(), self.draft_rows(state), choice.num_tokens
         if is_forced and self.masks:
             rows = rows._replace(forced_BK=self.masks.forced_BK[: len(uniforms_BN)])
-        limit = self._limit_of(choice.source)
-        draft = self.drafters[choice.source].propose(
+        limit, drafter = self._limit_of(choice.source), self.drafters[choice.source]
+        draft = drafter.propose(
             limit.of_rows(rows, number) if limit else rows,
             num_tokens=number,
             uniforms_BKP=self.uniforms.split(uniforms_BN, number).draft_BKP,
             num_unread=choice.num_unread,
             bucket=bucket,
         )
-        if limit:
-            behind_BK = rows.lengths_B[:, None] + self.last_and_drafted_W[1 : number + 1]
-            rows.tokens_BS.scatter_(1, behind_BK, draft.ids_BK)
+        if limit or (isinstance(draft.nodes, Chain) and not writes_ids(drafter)):
+            places_BK = rows.lengths_B[:, None] + self.last_and_drafted_W[1 : number + 1]
+            rows.tokens_BS.scatter_(1, places_BK, draft.ids_BK)
         return uniforms_BN, draft
 
     def verify_stage(self, choice: DraftChoice, *behind: Stage, bucket: int) -> Stage:

@@ -7,69 +7,37 @@ import pytest
 
 from llama_ssp.errors import ConfigError
 from llama_ssp.registry import PLUGINS, load_plugins
+from llama_ssp.settings.rules import RULES, RuleRecord
+from llama_ssp.settings.schema import SamplingConfig, VerificationConfig
+from llama_ssp.speculate.sampling.rules import make_rule
 from tests.helpers.disturbed import lines
+from tests.helpers.edits import edit_config
+from tests.helpers.exact_law import law_error
 from tests.helpers.models import VOCAB_SIZE, build_checkpoint
 from tests.helpers.plugins import launch
 from tests.helpers.repository import ROOT
+from tests.helpers.table_models import random_table
 from tests.helpers.tokenizers import save_tokenizer
 
-RULE = '''
-"""Accepts nothing: every token is the target's own, drawn from its probabilities."""
-
-from llama_ssp.settings.rules import RuleRecord, register
-
-register(RuleRecord(name="never", verify="toy_rule:verify"))
+RULE = 'register(RuleRecord(name="half", verify="my_verify:verify"))'
 
 
-def verify(draft, target_probs_BTV, *, draws):
-    import torch
-    from llama_ssp.speculate.sampling.processors import draw
-    from llama_ssp.speculate.sampling.draft import Verdict
-
-    first_BV = target_probs_BTV[:, 0]
-    ids_B1 = draw(first_BV, draws.residual_BP)
-    return Verdict(torch.zeros_like(ids_B1), ids_B1, first_BV.gather(1, ids_B1))
-'''
-FORMAT = '''
-"""Weights rounded to 1/1024, as 16-bit integers."""
-
-from llama_ssp.storage.formats import Packing, StorageFormat, register
-
-register(
-    StorageFormat(
-        name="toy16", kernel="toy_kernel:Toy", packing=Packing(weight_bytes=2, row_bytes=1),
-    )
-)
-'''
-KERNEL = '''
-"""The kernel of toy16."""
-
-import torch
-
-
-class Toy:
-    def __init__(self, weight_OI, bias_O):
-        self._weight_OI, self._bias_O = (weight_OI * 1024).round().to(torch.int16), bias_O
-
-    def __call__(self, x_MI, residual_MO=None):
-        y_MO = x_MI @ (self._weight_OI.to(x_MI.dtype) / 1024).t()
-        return sum((other for other in (self._bias_O, residual_MO) if other is not None), y_MO)
-'''
-FAMILY = '''
-"""InternLM 3: the Llama function with heads of a size of their own."""
-
-from llama_ssp.architectures.family import Family, register
-from llama_ssp.architectures.matrices import decoder
-
-register(Family(model_type="internlm3", parameters=decoder, is_llama_kind=True, cuts_vocabulary=True))
-'''
+def examples(section: str) -> list[str]:
+    """The code of a section of docs/extending.md, block after block."""
+    page = (ROOT / "docs" / "extending.md").read_text().partition(f"\n## {section}\n")[2].partition("\n## ")[0]
+    return re.findall(r"```\w+\n(.*?)```", page, re.DOTALL)
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    for name, text in (("toy_rule", RULE), ("toy_format", FORMAT), ("toy_kernel", KERNEL), ("toy_family", FAMILY)):
+    """A folder with the rule, the storage format and the family of the page."""
+    (rule,), (form, kernel), (family,) = map(examples, ("A rule", "A storage format", "A model family"))
+    record = "from llama_ssp.settings.rules import RuleRecord, register\n\n" + RULE
+    modules = {"my_verify": rule, "my_rules": record, "my_formats": form, "my_kernels": kernel, "my_family": family}
+    for name, text in modules.items():
         (tmp_path / f"{name}.py").write_text(text)
-    for group, name, text in (("verification", "never", "rule: never\n"), ("model", "seed", "name: seed\n")):
+    assert RULE in " ".join((ROOT / "docs" / "extending.md").read_text().split())
+    for group, name, text in (("verification", "half", "rule: half\n"), ("model", "seed", "name: seed\n")):
         (tmp_path / "conf" / group).mkdir(parents=True)
         (tmp_path / "conf" / group / f"{name}.yaml").write_text(text)
     return tmp_path
@@ -77,25 +45,24 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.mark.heavy
 def test_the_drafter_of_the_page_drafts_from_its_protocol_alone(tmp_path: Path) -> None:
-    section = (ROOT / "docs" / "extending.md").read_text().partition("## A drafter")[2].partition("\n## ")[0]
-    drafter, record, option = re.findall(r"```\w+\n(.*?)```", section, re.DOTALL)
+    drafter, record, option = examples("A drafter")
     (tmp_path / "my_drafters.py").write_text(drafter)
     (tmp_path / "my_records.py").write_text(record)
     (tmp_path / "conf" / "draft").mkdir(parents=True)
     (tmp_path / "conf" / "draft" / "repeat.yaml").write_text(option)
-    words = ["task=generate", "format=jsonl", "sampling=greedy", "max_new_tokens=12", "prompt=import"]
-    texts = []
-    for draft in ("repeat", "none"):
-        ended = launch(tmp_path, *words, f"draft={draft}", f"run_dir={tmp_path / draft}", plugins="my_records")
+    words = ["task=generate", "format=jsonl", "sampling=greedy", "max_new_tokens=12", "prompt=import os"]
+    found = []
+    for name, draft in (("with", ("draft=repeat", "draft.back=3")), ("without", ("draft=none",))):
+        ended = launch(tmp_path, *words, *draft, f"run_dir={tmp_path / name}", plugins="my_records")
         assert ended.returncode == 0, ended.stderr
-        texts.append(lines(tmp_path / draft)[0]["text"])
-    assert texts[0] == texts[1]
+        found += lines(tmp_path / name)
+    assert found[0]["text"] == found[1]["text"]
+    assert max(found[0]["accepted_lengths"]) > 0
 
 
 @pytest.mark.seconds
 def test_the_operator_of_the_page_computes_the_same_text(tmp_path: Path) -> None:
-    section = (ROOT / "docs" / "extending.md").read_text().partition("## An operator")[2].partition("\n## ")[0]
-    record, kernel = re.findall(r"```py\n(.*?)```", section, re.DOTALL)
+    record, kernel = examples("An operator")
     (tmp_path / "my_operators.py").write_text(record)
     (tmp_path / "my_kernels.py").write_text(f"{kernel}\nprint('asked')\n")
     (tmp_path / "conf").mkdir()
@@ -109,22 +76,36 @@ def test_the_operator_of_the_page_computes_the_same_text(tmp_path: Path) -> None
     assert texts[0] == texts[1]
 
 
+@pytest.mark.seconds
+@pytest.mark.parametrize("num_draft_tokens", [1, 2])
+def test_the_rule_of_the_page_keeps_the_targets_law(
+    num_draft_tokens: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.setitem(RULES.records, "half", RuleRecord(name="half", verify="my_verify:verify"))
+    target, draft = (random_table(seed=seed, num_tables=3, max_length=num_draft_tokens) for seed in (0, 1))
+    sampling = SamplingConfig(temperature=1.0)
+    rule = make_rule(sampling, VerificationConfig(rule="half"))
+    assert law_error(rule, sampling, target=target, draft=draft, num_draft_tokens=num_draft_tokens) < 1e-12
+
+
 @pytest.mark.heavy
-def test_a_rule_a_format_and_a_family_from_outside_judge_store_and_decode(folder: Path) -> None:
+def test_the_rule_the_format_and_the_family_of_the_page_judge_store_and_decode(folder: Path) -> None:
     model = folder / "model"
-    build_checkpoint(model, "internlm3", num_key_value_heads=4, head_dim=16)
+    build_checkpoint(model, "llama")
+    edit_config(model, model_type="my_llama")
     save_tokenizer(model, VOCAB_SIZE)
     pair = ("model=seed", f"model.path={model}", "draft=local", f"draft.model.path={model}")
     words = (*pair, "task=generate", "prompt=t5", "max_new_tokens=8")
-    new = ("verification=never", "model.quantization=toy16")
-    ended = launch(folder, *words, *new, plugins="toy_rule,toy_format,toy_family")
+    new = ("verification=half", "model.quantization=toy8")
+    ended = launch(folder, *words, *new, plugins="my_rules,my_formats,my_family")
     assert ended.returncode == 0, ended.stderr
     (line,) = lines(folder / "run")
-    assert (line["num_new_tokens"], line["accepted_lengths"]) == (8, [0] * 7)
-    assert "quantization: toy16" in (folder / "run" / "config.yaml").read_text()
-    for plugins, is_estimate in (("toy_family", False), ("", True)):
+    assert line["num_new_tokens"] == 8
+    assert "quantization: toy8" in (folder / "run" / "config.yaml").read_text()
+    for plugins, code in (("my_family", 0), ("", 2)):
         planned = launch(folder, *words, "dry_run=true", f"run_dir={folder / 'other'}", plugins=plugins)
-        assert ("a run compares internlm3 models" in " ".join(planned.stdout.split())) is is_estimate
+        assert planned.returncode == code, planned.stderr
 
 
 REGISTRATION = 'register(TaskSpec(config=WordsConfig, run="words:count"))'
