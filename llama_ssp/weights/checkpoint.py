@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, PretrainedConfig, __version__
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from llama_ssp.architectures.family import LIBRARIES, check_kind, check_servable, kinds, record_of, text_part
+from llama_ssp.architectures.family import LIBRARIES, check_kind, check_servable, families, kinds, record_of, text_part
 from llama_ssp.architectures.model_files import (
     MISTRAL_ALONE,
     change_alone,
@@ -172,25 +172,26 @@ def check_shape(entry: ModelConfig, checkpoint: Checkpoint) -> None:
 
 def _read_config(folder: Path, content: Mapping[str, Any]) -> tuple[PretrainedConfig, PackedLayout | None]:
     """The configuration, and the layout of packed weights if there are any."""
-    file, model_type, problem = folder / CONFIG_FILE, content.get("model_type"), None
+    file, model_type = folder / CONFIG_FILE, content.get("model_type")
+    problem, reader = None, None
     layout = layout_of(content[QUANTIZATION]) if QUANTIZATION in content else None
     if not isinstance(model_type, str):
         problem = "has no model_type: a config.json as save_pretrained writes it is required"
-    elif model_type not in CONFIG_MAPPING:
+    elif (reader := _reader_of(model_type)) is None:
         asks = ", and asks for Python code from its folder, which is never run" if "auto_map" in content else ""
         problem = (
             f"has model_type {shown(model_type)}, unknown to transformers {__version__}{asks}: a newer one may know it"
         )
-    elif model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and model_type not in kinds():
+    elif model_type in CONFIG_MAPPING and model_type not in (*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *kinds()):
         problem = (
             f"has model_type {shown(model_type)}, for which transformers {__version__} has no causal language model"
         )
     elif isinstance(layout, str):
         problem = unreadable(layout)
-    if problem or isinstance(layout, str):
+    if reader is None or problem or isinstance(layout, str):
         raise CheckpointError(f"{file} {problem}")
     try:
-        config: PretrainedConfig = CONFIG_MAPPING[str(model_type)].from_dict(dict(content))
+        config: PretrainedConfig = reader.from_dict(dict(content))
     except Exception as error:  # each family raises its own errors
         reason = " ".join(str(error).split())[:_MAX_NAME_SHOWN] or type(error).__name__
         raise CheckpointError(f"{file} is no valid configuration of {model_type}: {reason}") from error
@@ -198,6 +199,19 @@ def _read_config(folder: Path, content: Mapping[str, Any]) -> tuple[PretrainedCo
     if not hasattr(config, "tie_word_embeddings"):  # of a text part, which has no output of its own
         config.update({"tie_word_embeddings": False})
     return config, layout
+
+
+def _reader_of(model_type: str) -> type[PretrainedConfig] | None:
+    """The class that reads a config.json of this kind, if there is one.
+
+    A family of the lean decoder that transformers does not know has the fields of a Llama.
+    """
+    if model_type in CONFIG_MAPPING:
+        found: type[PretrainedConfig] = CONFIG_MAPPING[model_type]
+        return found
+    family = families().get(model_type)
+    is_lean = family is not None and family.is_llama_kind and not family.is_head
+    return type("LlamaKind", (CONFIG_MAPPING["llama"],), {"model_type": model_type}) if is_lean else None
 
 
 def _list_tensors(folder: Path, *, is_head: bool) -> dict[str, StoredTensor]:

@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -9,9 +10,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from llama_ssp.architectures.decoders import LLAMA
+from llama_ssp.architectures.family import FAMILIES
 from llama_ssp.architectures.model_files import read_json
 from llama_ssp.architectures.reading import check_readable, read_config
-from llama_ssp.catalogue import ModelConfig
+from llama_ssp.catalogue import Dtype, ModelConfig
 from llama_ssp.errors import CheckpointError
 from llama_ssp.weights.checkpoint import INDEX_FILE, SINGLE_FILE, check_shape, inspect, shape_of
 from llama_ssp.weights.hashes import fingerprint
@@ -120,6 +123,16 @@ def test_a_faulty_folder_is_refused_in_one_sentence(folder: Path, fault: Fault, 
         inspect(folder)
     assert str(folder) in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_llama_kind_that_transformers_does_not_know_has_a_llamas_fields(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    edit_config(folder, model_type="lama")
+    monkeypatch.setitem(FAMILIES.records, "lama", replace(LLAMA, model_type="lama"))
+    found = inspect(folder)
+    assert (found.config.model_type, found.shape.model_type, found.config.hidden_act) == ("lama", "lama", "silu")
+    assert read_config(folder) == (found.shape, Dtype.fp32)
 
 
 def renamed(file: str, *, says: str | None = None, keeps_config: bool = False) -> Fault:
