@@ -42,6 +42,7 @@ from llama_ssp.foreign import counterparts
 from llama_ssp.groups import MORE, whole
 from llama_ssp.machines import hardware
 from llama_ssp.manifest import absent
+from llama_ssp.registry import PLUGINS
 from llama_ssp.settings import schema
 from llama_ssp.settings.drafters import drafter_of, drafters, problem_of
 from llama_ssp.settings.launchers import LAUNCHERS
@@ -273,6 +274,8 @@ def _sentence(error: Exception) -> str:
     whole, found, _ = str(error).partition("\n    full_key: ")
     message = " ".join(whole.split()) if found else whole.splitlines()[0].rstrip(".")
     message = message.removeprefix("Error merging override ")
+    if "Could not load 'schema/" in message:
+        message += f": no record has registered it; {PLUGINS} names the modules that do"
     return message if error.__cause__ is None else f"{message}: {str(error.__cause__).splitlines()[0]}"
 
 

@@ -135,7 +135,8 @@ def _settings() -> Iterable[DescribedSetting]:
 
 
 def _entry(name: str, meaning: str) -> str:
-    return _wrapped(meaning, f"  {name:<32} ", " " * 35).rstrip()
+    first = f"  {name:<32} "
+    return (_wrapped(meaning, first, " " * 35) or first).rstrip()
 
 
 def _wrapped(text: str, first: str, later: str) -> str:

@@ -65,3 +65,13 @@ def test_a_file_that_is_wrong_is_named_before_anything_starts(
     assert ended.code == 2
     assert ended.err.startswith(str(written))
     assert not (tmp_path / "run").exists()
+
+
+def test_an_option_whose_record_is_missing_is_told_where_records_come_from(own_conf: OwnConf) -> None:
+    own_conf("draft/mine.yaml", "defaults: [/schema/draft_mine@_here_]\n")
+    assert "LLAMA_SSP_PLUGINS names the modules that do" in launch("draft=mine", "--cfg", "job").err
+
+
+def test_help_has_an_option_without_a_comment(own_conf: OwnConf) -> None:
+    own_conf("sampling/cool.yaml", "temperature: 0.1\n")
+    assert "\n  sampling=cool\n" in launch("--help", "sampling").out
