@@ -205,7 +205,10 @@ def test_one_more_touches_the_files_that_the_page_names(added: Addition, tmp_pat
     before = _run(copy, *dry, *words)
     assert added.missing in before.stdout if added.missing else before.returncode == 2, "it is there already"
     for path, text in added.files.items():
-        assert path.replace(f"{added.name}.", "NAME.") in section, f"{path}: the page does not name it"
+        room, in_room, _ = path.partition(f"/{added.name}/")
+        named = f"{room}/NAME" if in_room else path.replace(f"{added.name}.", "NAME.")
+        assert named in section, f"{path}: the page does not name it"
+        (copy / path).parent.mkdir(exist_ok=True)
         with (copy / path).open("a") as file:
             file.write(text.lstrip("\n") if not (copy / path).stat().st_size else text)
     ended = _run(copy, *words)
