@@ -21,7 +21,7 @@ from llama_ssp.errors import ConfigError
 from llama_ssp.manifest import absent
 from llama_ssp.reports.reading import is_storable, read_json
 from llama_ssp.settings.schema import RunConfig
-from llama_ssp.settings.tasks import request_file, task_of
+from llama_ssp.settings.tasks import REQUEST_FILES, request_file, task_of
 
 STANDARD_INPUT = "-"
 _MOST_NAMED = 12
@@ -284,6 +284,8 @@ def _content_field(where: str, content: Mapping[str, Any]) -> str:
             raise ConfigError(f"{where}: {room}")
         texts = {name: len(value) for name, value in content.items() if isinstance(value, str)}
         hint = f": prompts_column={max(texts, key=texts.__getitem__)} takes that" if texts else ""
+        if kind := next(filter(None, map(REQUEST_FILES.find, content)), None):
+            hint = f": {kind.purpose} are read"
         raise ConfigError(
             f"{where} must be an entry with `prompt`, `turns` or `messages`, such as {_EXAMPLES}; it has "
             f"{', '.join(content) or 'nothing'}{hint}"

@@ -24,6 +24,7 @@ from llama_ssp.settings.tasks import SERVED_FIELDS
 from llama_ssp.speculate.engine import state
 from llama_ssp.speculate.engine.completion import StopRequest
 from llama_ssp.speculate.sampling.by_row import settings_of
+from tests.helpers.in_process import launch
 from tests.helpers.repository import ROOT
 
 PROMPT = "def factorial(n):\n"
@@ -62,6 +63,12 @@ def answered(pair: Pair, folder: Path, lines: Sequence[str], *, stops: bool = Fa
         )  # fmt: skip
         complete_batch(session, [])
     return [*map(json.loads, file.read_text().splitlines())]
+
+
+def test_another_task_says_which_one_reads_a_batch_file(tmp_path: Path) -> None:
+    (tmp_path / "batch.jsonl").write_text(LINES[0])
+    ended = launch("task=compare", f"prompts={tmp_path / 'batch.jsonl'}", f"run_dir={tmp_path / 'run'}")
+    ended.check_refusal("for task=generate the lines of OpenAI's batch files are read")
 
 
 @pytest.mark.seconds
