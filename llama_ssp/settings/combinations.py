@@ -212,4 +212,4 @@ def _recurrent(*models: ModelConfig) -> ModelShape | None:
 
 
 def _rules_of_trees() -> list[str]:
-    return [name for name, record in rules().items() if record.needs_probs]
+    return [name for name, record in rules().items() if record.has_trees]

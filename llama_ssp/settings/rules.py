@@ -21,6 +21,7 @@ class RuleRecord:
     verify: str | None
     # it needs no probabilities at any temperature: numbers of its position alone draw a token.
     draws_by_position: bool = False
+    has_trees: bool = False  # of a drawn tree, `sampling.trees` accepts a path in place of `verify`.
     over_shards: bool = False  # `verify` takes `shard`, so that ranks which share a model need not gather its logits.
     keeps_all_rows: bool = False  # it keeps the vocabulary's fp32 numbers of every position instead of one.
     more_kernels: int = 0  # launched kernels in addition to `speculative`.
@@ -53,13 +54,16 @@ def at_every_temperature() -> list[str]:
 
 # Token by token. Source: arXiv:2302.01318, Algorithm 2; arXiv:2211.17192, Algorithm 1.
 register(
-    RuleRecord(name=DEFAULT, order=0, verify="llama_ssp.speculate.sampling.rules:verify_speculative", over_shards=True)
-)
+    RuleRecord(
+        name=DEFAULT, order=0, verify="llama_ssp.speculate.sampling.rules:verify_speculative", over_shards=True,
+        has_trees=True,
+    )
+)  # fmt: skip
 # Accepts or rejects the draft as a whole. Source: arXiv:2403.10444, Algorithm 2.
 register(
     RuleRecord(
         name="block", order=1, verify="llama_ssp.speculate.sampling.rules:verify_block", over_shards=True,
-        keeps_all_rows=True, more_kernels=12, more_passes=8,
+        has_trees=True, keeps_all_rows=True, more_kernels=12, more_passes=8,
     )
 )  # fmt: skip
 # Accepts drafted tokens that equal the target's most probable token.

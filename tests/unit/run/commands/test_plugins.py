@@ -10,6 +10,7 @@ from llama_ssp.registry import PLUGINS, load_plugins
 from llama_ssp.settings.rules import RULES, RuleRecord
 from llama_ssp.settings.schema import SamplingConfig, VerificationConfig
 from llama_ssp.speculate.sampling.rules import make_rule
+from tests.helpers import in_process
 from tests.helpers.disturbed import lines
 from tests.helpers.edits import edit_config
 from tests.helpers.exact_law import law_error
@@ -87,6 +88,12 @@ def test_the_rule_of_the_page_keeps_the_targets_law(
     sampling = SamplingConfig(temperature=1.0)
     rule = make_rule(sampling, VerificationConfig(rule="half"))
     assert law_error(rule, sampling, target=target, draft=draft, num_draft_tokens=num_draft_tokens) < 1e-12
+
+
+def test_a_rule_from_outside_judges_no_trees(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(RULES.records, "half", RuleRecord(name="half", verify="my_verify:verify"))
+    refused = in_process.launch("verification.rule=half", "speculation.tree=2x1", "dry_run=true")
+    refused.check_refusal("speculation.tree=2x1 needs", "verification=half has no exact rule for trees")
 
 
 @pytest.mark.heavy
