@@ -19,10 +19,10 @@ PRESENT = manifest.present()
 """The rooms of this installation, whatever tests put in their place."""
 
 
-def need(room: str, *, module: bool = False) -> None:
-    """Skip the test, or the whole module that calls this, if this installation lacks a room."""
+def need(room: str) -> None:
+    """Skip the test if this installation lacks a room."""
     if room not in PRESENT:
-        pytest.skip(f"needs llama_ssp/rooms/{room}", allow_module_level=module)
+        pytest.skip(f"needs llama_ssp/rooms/{room}")
 
 
 def missing_in(text: str) -> str | None:

@@ -27,9 +27,6 @@ from tests.helpers.in_process import call
 from tests.helpers.packed_checkpoints import WEIGHTS, changed, quantization_config
 from tests.helpers.rooms import need
 
-for room in ("eight_bits", "four_bits"):
-    need(room, module=True)
-
 H100 = hardware.load("1xh100")
 FP8, W8A8, W4A16, AWQ, GPTQ = map(
     quantization_config, ("float, one scale", "int8", "compressed-tensors", "awq", "gptq")
@@ -42,6 +39,12 @@ SMALL = LLAMA_8B | {
     "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 3, "num_attention_heads": 8,
     "num_key_value_heads": 4, "vocab_size": 1000,
 }  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _formats_of_files() -> None:
+    need("eight_bits")
+    need("four_bits")
 
 
 def config_of(folder: Path, sizes: dict[str, Any], described: object, **changes: Any) -> PlanConfig:
