@@ -71,6 +71,7 @@ def total(model: PlannedModel) -> int:
 def test_public_checkpoints_are_planned_within_a_percent_of_the_sizes_that_their_pages_state(
     one: dict[str, Any], tmp_path: Path
 ) -> None:
+    need("bitsandbytes")
     stored = one.get("stored")
     model = planned(tmp_path, one["sizes"], stored and quantization_config(stored))
     whole = inventory(model.shape)
