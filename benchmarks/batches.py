@@ -34,7 +34,7 @@ from llama_ssp import Pair, catalogue, load
 from llama_ssp.rooms.benchmark.benchmark import Ours, Peers, cut
 from llama_ssp.run.calibration import interleave, median_ratio
 from llama_ssp.run.requests import encode
-from llama_ssp.settings.schema import ADAPTIVE, SamplingConfig, SpeculationConfig
+from llama_ssp.settings.schema import SamplingConfig, SpeculationConfig
 from llama_ssp.speculate.engine.state import Request
 from llama_ssp.weights import hub
 
@@ -122,7 +122,7 @@ def random_checkpoint(name: str) -> Path:
 def candidates_of(pair: Pair, prompts: Sequence[tuple[int, ...]]) -> dict[str, Ours]:
     """Our candidates for one batch."""
     speculation = {PLAIN: None, FAST: SpeculationConfig(num_draft_tokens=K),
-                   AUTO: SpeculationConfig(num_draft_tokens=ADAPTIVE)}  # fmt: skip
+                   AUTO: SpeculationConfig(num_draft_tokens="auto")}  # fmt: skip
     base = replace(
         pair.config, sampling=SamplingConfig(temperature=TEMPERATURE), ignore_eos=True, batch_size=len(prompts)
     )

@@ -35,7 +35,7 @@ from llama_ssp.rooms.copies.records import NgramConfig
 from llama_ssp.run.calibration import cpu_speeds, interleave, median_ratio
 from llama_ssp.run.requests import encode
 from llama_ssp.run.tasks.dry_run import plan_of_run
-from llama_ssp.settings.schema import ADAPTIVE, DrafterConfig, RunConfig, SamplingConfig, SpeculationConfig
+from llama_ssp.settings.schema import DrafterConfig, RunConfig, SamplingConfig, SpeculationConfig
 from llama_ssp.weights import hub
 
 NUM_NEW_TOKENS, MOST_PROMPTS, PEERS_K, NGRAM_K = 64, 4, 4, 8
@@ -106,13 +106,13 @@ def candidates(pairs: Mapping[str, Pair], *, temperature: float = 0.8) -> dict[s
     copying = NgramConfig(kind=LOOK_UP.name)
     found = {PLAIN: (model, base(model))} | {f"K={k}": of(model, num_draft_tokens=k) for k in FIXED}
     found |= {
-        AUTO: of(model, num_draft_tokens=ADAPTIVE),
+        AUTO: of(model, num_draft_tokens="auto"),
         TREE: of(model, tree="2x1x1"),
         NGRAM: of(model, copying, num_draft_tokens=NGRAM_K),
         NGRAM_OWN: of(model, replace(copying, history=0), num_draft_tokens=NGRAM_K),
-        NGRAM_AUTO: of(model, copying, num_draft_tokens=ADAPTIVE),
+        NGRAM_AUTO: of(model, copying, num_draft_tokens="auto"),
         NGRAM_TREE: of(model, copying, tree="3x1x1"),
-        BEHIND: of(model, replace(model.config.draft, fallback=LOOK_UP.name), num_draft_tokens=ADAPTIVE),
+        BEHIND: of(model, replace(model.config.draft, fallback=LOOK_UP.name), num_draft_tokens="auto"),
     }
     for name, head in zip([*pairs][1:], heads, strict=True):
         found |= {f"`{name}`, K={k}": of(head, num_draft_tokens=k) for k in HEAD_LENGTHS}

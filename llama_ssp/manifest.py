@@ -11,6 +11,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "accelerate": ("placement=accelerate", "placement.target.kind=accelerate"),
     "acceptance": ("task=acceptance", "setting=trace"),
     "adapters": ("setting=adapter", "file=adapter_config.json"),
+    "adaptive": ("speculation.num_draft_tokens=auto",),
     "advice": ("setting=search",),
     "benchmark": ("task=benchmark", "task=latency", "experiment=llama_2023"),
     "bitsandbytes": tuple(f"model.quantization={name}" for name in ("int8", "nf4", "fp4")),

@@ -17,8 +17,9 @@ from tests.helpers.repository import ROOT
 
 PACKAGE = ROOT / "llama_ssp"
 ROOMS = PACKAGE / "rooms"
-OF_THE_CORE = {"int8", "acceptance", "self"}
-"""Names that rooms share with what the core speaks of: a format of numbers, the figure of a pair, a first argument."""
+OF_THE_CORE = {"int8", "acceptance", "self", "auto"}
+"""Names that rooms share with what the core speaks of: a format of numbers, the figure of a pair, a first argument, a
+device or a number format that is chosen."""
 
 WOVEN = {
     "trees": r"[Tt]ree",
@@ -26,7 +27,6 @@ WOVEN = {
     "recurrent layers": r"[Rr]ecurren|LayerState|State(Cache|View)|KeptStates|num_kept",
     "overlap": r"[Oo]verlap|[Ff]lying",
     "sums over ranks": r"own_sums|OwnSums|with_peers|[Bb]oard\b",
-    "adaptive lengths": r"[Aa]daptive",
 }
 """Abilities of the core, and expressions that find their names; docs/design/rooms.md says what keeps them there."""
 

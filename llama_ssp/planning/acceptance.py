@@ -25,6 +25,7 @@ from llama_ssp.errors import ConfigError, one_message
 from llama_ssp.planning.printed import accepted, command
 from llama_ssp.planning.spec import FindAcceptance, PlannedPair, PlanSpec
 from llama_ssp.settings.drafters import SAME
+from llama_ssp.settings.lengths import finder
 from llama_ssp.settings.tasks import task_specs
 from llama_ssp.settings.trees import TreeShape
 
@@ -145,8 +146,9 @@ def remarks(spec: PlanSpec, acceptance: Acceptance | None, best_ks: tuple[int, i
         return
     draft, said = spec.draft_name, list[str]()
     if best_ks and best_ks[0] < best_ks[1]:
-        finding = "speculation.num_draft_tokens=auto"
-        said = [f"the best K is {best_ks[0]} to {best_ks[1]}{f', which {finding} finds' * accepted(finding)}"]
+        said = [f"the best K is {best_ks[0]} to {best_ks[1]}"]
+        if (chooser := finder()) and accepted(setting := f"speculation.num_draft_tokens={chooser.name}"):
+            said[0] += f", which {setting} finds"
     if spec.free_terms.layers:
         said.append("a run measures it, and speculation.acceptance= takes what it prints")
     for task in () if spec.free_terms.layers else task_specs().values():

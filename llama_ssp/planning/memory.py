@@ -410,7 +410,6 @@ def _graph_bytes(spec: PlanSpec, hardware: HardwareConfig, *, drafts: bool) -> i
     by_length = all(model.reads_by_length(hardware) for model in (spec.target, spec.draft) if model)
     num_buckets = min(-(-spec.num_slots // engine.BUCKET_STEP[hardware.device]), engine.MOST_GRAPHED_BUCKETS)
     num_buckets = 1 if by_length else num_buckets
-    lengths = spec.adaptive_lengths if spec.adapts else (spec.num_draft_tokens,)
     num_short = len(engine.SHORT_PROMPTS) * (by_length and spec.prompt_tokens <= engine.SHORT_PROMPTS[-1])
 
     def num_nodes(num_layers: int, ranks: tuple[int, ...]) -> int:
@@ -419,10 +418,10 @@ def _graph_bytes(spec: PlanSpec, hardware: HardwareConfig, *, drafts: bool) -> i
 
     num_layers, ranks = max(map(len, spec.stages)), spec.layout.scoring_ranks
     num_groups = min(spec.num_groups or 1, spec.batch_size)  # a graph of a round has the forwards of all
-    nodes = ((1 + len(lengths) * spec.drafts) * num_groups + num_short) * num_nodes(num_layers, ranks)
+    nodes = ((1 + len(spec.lengths) * spec.drafts) * num_groups + num_short) * num_nodes(num_layers, ranks)
     if spec.draft and drafts:
         ranks = spec.draft_ranks[:1] if spec.layout.splits_batch else spec.draft_ranks
-        num_forwards = len(lengths) if spec.drafts_in_one_pass else sum(lengths)
+        num_forwards = len(spec.lengths) if spec.drafts_in_one_pass else sum(spec.lengths)
         nodes += (num_forwards + num_short * (not spec.has_head)) * num_nodes(spec.draft.shape.num_hidden_layers, ranks)
     return num_buckets * nodes * GRAPH_NODE_BYTES
 

@@ -29,8 +29,9 @@ from llama_ssp.settings.drafters import (
     vocabulary_of,
 )
 from llama_ssp.settings.layout import Layout, lay_out
+from llama_ssp.settings.lengths import LengthChooser
 from llama_ssp.settings.rules import AT_ZERO, DEFAULT, rule_of
-from llama_ssp.settings.schema import DrafterConfig, DraftLayout, ExpertParts, PlanConfig, RunConfig, adaptive_lengths
+from llama_ssp.settings.schema import DrafterConfig, DraftLayout, ExpertParts, PlanConfig, RunConfig
 from llama_ssp.settings.tasks import task_of
 from llama_ssp.settings.trees import TreeShape
 
@@ -83,7 +84,7 @@ class PlanSpec:
         vocabulary: of the draft model.
         is_certain: drafted tokens are the most probable ones, without probabilities.
         tree: of a round, with `num_draft_tokens` nodes; None drafts chains.
-        adapts: K is chosen for each round, up to `num_draft_tokens`, and may be 0.
+        chooser: what chooses K for each round, up to `num_draft_tokens`; None for one K.
         overlap: drafting overlaps verification, if the draft has ranks of its own (`overlaps`).
         acceptance: probability that a drafted token is accepted; None takes what is expected of the pair.
         known_by: who knows pairs before the tables of measured ones.
@@ -120,7 +121,7 @@ class PlanSpec:
     num_samples: int = 1
     mean_prompt_tokens: float | None = None
     guesses_tokens: bool = False
-    adapts: bool = False
+    chooser: LengthChooser | None = None
     num_forced: float | None = None
     overlap: bool = False
     temperature: float | None = None
@@ -221,10 +222,22 @@ class PlanSpec:
         """Whether the draft is a head, which reads taps of the target."""
         return self.draft is not None and self.draft.shape.is_head
 
+    @property
+    def adapts(self) -> bool:
+        """Whether K is chosen for each round."""
+        return self.chooser is not None
+
+    @property
+    def length(self) -> int | str:
+        """K, or the name of what chooses it."""
+        return self.chooser.name if self.chooser else self.num_draft_tokens
+
     @cached_property
-    def adaptive_lengths(self) -> tuple[int, ...]:
-        """See `schema.adaptive_lengths`."""
-        return adaptive_lengths(self.draft.shape if self.draft else None)
+    def lengths(self) -> tuple[int, ...]:
+        """The K of its rounds, but for rounds that draft nothing."""
+        if self.chooser is None:
+            return (self.num_draft_tokens,)
+        return self.chooser.lengths(self.draft.shape if self.draft else None)
 
     @cached_property
     def drafts_in_one_pass(self) -> bool:
@@ -408,7 +421,7 @@ def make_spec(
         draft_ranks=layout.draft_ranks,
         num_replicas=placement.num_replicas,
         num_draft_tokens=config.most_draft_tokens,
-        adapts=speculation.adapts,
+        chooser=speculation.chooser,
         is_certain=drafts_greedily(config.draft) or bool(tree and tree.is_dynamic),
         tree=tree,
         overlap=speculation.overlap,

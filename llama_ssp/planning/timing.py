@@ -417,7 +417,7 @@ class Timing:
         draft_forward_s: a draft forward of one token, including its draw.
         prefill_s: the prompt through the target and the draft, which is the time to the first token.
         plain_prefill_s: through the target alone.
-        num_draft_tokens: K of the round that is priced: of an adaptive run the fastest at the assumed acceptance.
+        num_draft_tokens: K of the round that is priced, where rounds choose by `LengthChooser.priced`.
         plain_s, speculative_s: per token, while decoding.
         plain_run_s, speculative_run_s: per token of a completion, including the prompt and an unfinished last round.
         verify_s: the target's forward, rule and messages of a round; overlapped, while the draft drafts.
@@ -538,14 +538,15 @@ def _speculative(costs: CostModel, plain: Timing) -> Timing:
 
     tokens = gains(probability)
     by_number = by_k(tokens)
-    if spec.adapts:
-        chosen = min(spec.adaptive_lengths, key=lambda number: by_number[number - 1])
+    if spec.chooser:
+        chosen = spec.chooser.priced({number: by_number[number - 1] for number in spec.lengths})
+    goes_on_plainly = spec.chooser is not None and spec.chooser.finds_best
     place = chosen - lengths.start
     expected, speculative_s = tokens[place], by_number[place]
     prefill_s = plain.prefill_s + (costs.prefill_s(costs.draft) if costs.draft else 0.0)
     # Prefill yields the first token; on average the length limit ends the last round halfway.
     decoding_s = max(spec.max_new_tokens - 1 + (expected - 1) / 2, 0) / expected * rounds_s[place]
-    if spec.adapts and speculative_s > plain.plain_s:  # it goes on without drafts
+    if goes_on_plainly and speculative_s > plain.plain_s:
         speculative_s, decoding_s = plain.plain_s, (spec.max_new_tokens - 1) * plain.plain_s
     step_s = costs.draft_step_s(1) if costs.draft else 0.0
     timed = replace(
@@ -572,7 +573,7 @@ def _speculative(costs: CostModel, plain: Timing) -> Timing:
         return timed
     fewest, most = map(gains, acceptance.ends)
     slow, fast = by_k(fewest), by_k(most)
-    most_s = plain.plain_s if spec.adapts else math.inf
+    most_s = plain.plain_s if goes_on_plainly else math.inf
     by_acceptance = min(fast[place], most_s), min(slow[place], most_s)
     return replace(
         timed,

@@ -23,7 +23,7 @@ from llama_ssp.settings.tasks import TASKS
 from llama_ssp.weight_changes import CHANGES
 from llama_ssp.words import visible
 
-COSTS_FILE, MODELS_FILE, LOG_PROBS_FILE = "round_costs.json", "models.json", "logprobs.jsonl"
+MODELS_FILE, LOG_PROBS_FILE = "models.json", "logprobs.jsonl"
 CHANGEABLE = (
     "run_dir", "resume", "quiet", "num_prompts", "logprobs", "prompt_logprobs", "timeouts", "hardware", "dry_run",
     "speculation.acceptance",

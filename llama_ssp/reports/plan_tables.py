@@ -18,7 +18,6 @@ from llama_ssp.planning.model import PlannedModel
 from llama_ssp.planning.plan import Plan
 from llama_ssp.planning.spec import PlanSpec
 from llama_ssp.settings.drafters import DRAFTERS
-from llama_ssp.settings.schema import ADAPTIVE
 from llama_ssp.storage.formats import NO_QUANTIZATION, formats
 from llama_ssp.words import counted, rounded, visible
 
@@ -142,7 +141,7 @@ def _models(spec: PlanSpec, where: str = "") -> str:
         ranks = spec.draft_ranks
         placed = f"on rank {ranks[0]}" if len(ranks) == 1 else f"{spec.draft_kind.name} over {len(ranks)} ranks"
         drafter = f"{_named(draft, spec.device)}{where and f' {placed}'}"
-    length = f"tree {spec.tree.text}" if spec.tree else f"K={ADAPTIVE if spec.adapts else spec.num_draft_tokens}"
+    length = f"tree {spec.tree.text}" if spec.tree else f"K={spec.length}"
     drafting = f", draft {drafter}, {length}" if drafter else ""
     about = "about " * spec.guesses_tokens
     sizes = f"batch {spec.batch_size}, {about}{spec.prompt_tokens} + {spec.max_new_tokens} tokens"

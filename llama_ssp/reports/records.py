@@ -14,7 +14,6 @@ from typing import Any, ClassVar, NamedTuple, Protocol, Self, TypeAlias
 from llama_ssp.log_probs import CompletionLogProbs
 from llama_ssp.registry import imported
 from llama_ssp.reports.reading import read_json, restore
-from llama_ssp.settings.schema import ADAPTIVE
 from llama_ssp.settings.tasks import TASKS, TaskSpec
 
 SCHEMA_VERSION = 1
@@ -456,8 +455,8 @@ class Summary(RunFacts):
         """The draft's form: `K = 4`, `K = auto` if each round has its own, or `tree 2x2x1`; empty without a draft."""
         if not self.speculative:
             return ""
-        adapts, most = self.speculative.drafted_histogram, len(self.speculative.accepted_histogram) - 1
-        return f"tree {self.tree}" if self.tree else f"K = {ADAPTIVE if adapts else most}"
+        is_chosen, most = self.speculative.drafted_histogram, len(self.speculative.accepted_histogram) - 1
+        return f"tree {self.tree}" if self.tree else f"K = {'auto' if is_chosen else most}"
 
     @property
     def caveat(self) -> str:

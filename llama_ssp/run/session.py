@@ -344,7 +344,7 @@ def _of_prompt(completion: RowCompletion) -> PromptRequest:
 
 
 def to_line(session: Session, completion: RowCompletion, mode: str) -> CompletionLine:
-    """A line of `run.jsonl`; replicas share the wall time, and a run that adapts has a K for each round."""
+    """A line of `run.jsonl`; replicas share the wall time, and a run that chooses K has one for each round."""
     request, part_s, config = _of_prompt(completion), completion.part_s, session.config
     prompt, speculates = request.source, mode == SPECULATIVE
     return CompletionLine(
@@ -356,7 +356,7 @@ def to_line(session: Session, completion: RowCompletion, mode: str) -> Completio
         accepted_lengths=completion.accepted_lengths, examined_lengths=completion.examined_lengths,
         ms=completion.busy_s * 1e3, share_s=completion.share_s / config.placement.num_replicas,
         **{f"{part}_s": seconds for part, seconds in part_s.items()},
-        draft_lengths=completion.draft_lengths if speculates and config.speculation.adapts else None,
+        draft_lengths=completion.draft_lengths if speculates and config.speculation.chooser else None,
         turn=len(prompt.earlier), question_id=prompt.question_id, category=prompt.category,
         messages=prompt.messages, fields=dict(prompt.fields),
         first_token_ms=completion.first_token_s * 1e3,

@@ -15,10 +15,12 @@ from llama_ssp.catalogue import ENDINGS_WITH_FIELDS, ModelConfig, ModelShape, en
 from llama_ssp.errors import refuse, unknown_name
 from llama_ssp.groups import Range, chooser_of, ranges
 from llama_ssp.machines import hardware
+from llama_ssp.manifest import absent
 from llama_ssp.operators import OPERATORS
 from llama_ssp.settings import drafters, layout, schema, trees
 from llama_ssp.settings.backends import BACKENDS, backends
 from llama_ssp.settings.combinations import MORE, clashes
+from llama_ssp.settings.lengths import CHOOSERS, chooser_named, choosers_said
 from llama_ssp.settings.rules import RULES
 from llama_ssp.settings.schema import PlanConfig, RunConfig
 from llama_ssp.settings.tasks import TASKS, NoEffect, default_of, drafted_of, request_file, task_of
@@ -101,13 +103,18 @@ def check_placement(config: RunConfig, *, world_size: int) -> None:
     refuse([*_placement(config, world_size)])
 
 
+def _is_known(number: int | str) -> bool:
+    """Whether it is a number of drafted tokens, or the name of what chooses it."""
+    return number in _NUM_DRAFTED or chooser_named(number) is not None
+
+
 _NUM_DRAFTED = range(1, 1025)  # the planner tries every value up to K
 _NUM_SAMPLES = range(1, 10**6 + 1)  # all prompts are in memory before the first one starts
 _MAX_TIMEOUT_S = 2 * 10**6  # must fit into 32 bits as milliseconds
 _COLDEST = 1e-6  # below this, logits / temperature can overflow fp32
 _NUM_TOP = range(101)
 _TOP = "0 to 100 of the most probable tokens, or {null} to switch it off"
-_DRAFTED = "at least 1 and at most 1024, for example 4, or auto"
+_DRAFTED = "at least 1 and at most 1024, for example 4{or_choosers}"
 _TEMPERATURE = f"0 (greedy) or at least {_COLDEST}, for example 0.8"
 _SHARE = "above 0 and at most 1, or {null} to switch it off"
 _TIMEOUT = f"a positive number of seconds, at most {_MAX_TIMEOUT_S}"
@@ -116,7 +123,7 @@ _REPETITION = f"from 1/{_MOST_REPETITION} to {_MOST_REPETITION}, for example 1.1
 _PENALTY = f"from -{_MOST_BIAS} to {_MOST_BIAS}, for example 0.5; 0 switches it off"
 _BIASES = f"numbers from -{_MOST_BIAS} to {_MOST_BIAS}, such as {{{{198: -100}}}}"
 _RANGES: tuple[Range, ...] = (
-    ("speculation.num_draft_tokens", lambda k: k == schema.ADAPTIVE or k in _NUM_DRAFTED, _DRAFTED),
+    ("speculation.num_draft_tokens", _is_known, _DRAFTED),
     ("speculation.acceptance", lambda a: 0 <= a <= 1, "a probability, between 0 and 1"),
     ("sampling.temperature", lambda t: t == 0 or _COLDEST <= t < math.inf, _TEMPERATURE),
     ("sampling.top_k", lambda k: k >= 1, "at least 1, or {null} for the whole vocabulary"),
@@ -145,7 +152,12 @@ _RANGES: tuple[Range, ...] = (
 def required_of(name: str) -> str | None:
     """Say what a number must be, named by the last part of its key; None for settings without such a condition."""
     found = (required for key, _, required in _RANGES if key.rpartition(".")[2] == name)
-    return next((required.format(null=value_of(None)) for required in found), None)
+    return next(map(_in_words, found), None)
+
+
+def _in_words(required: str) -> str:
+    choosers = "".join(f", or {name}" for name in CHOOSERS.all())
+    return required.format(null=value_of(None), or_choosers=choosers)
 
 
 def _values(config: RunConfig) -> Iterator[str]:
@@ -165,8 +177,7 @@ def _of_draft(config: RunConfig) -> Sequence[str | NoEffect]:
 
 def _are_counted(config: RunConfig) -> bool:
     """Whether the tokens of a round can be counted; what is wrong has a sentence of its own if not."""
-    number = config.speculation.num_draft_tokens
-    return (number == schema.ADAPTIVE or number in _NUM_DRAFTED) and not [*_shapes_of_rounds(config)]
+    return _is_known(config.speculation.num_draft_tokens) and not [*_shapes_of_rounds(config)]
 
 
 def _ranges(config: RunConfig) -> Iterator[str]:
@@ -178,7 +189,7 @@ def _ranges(config: RunConfig) -> Iterator[str]:
         for name in key.split("."):
             value = getattr(value, name, None)
         if value is not None and not holds(value):
-            yield f"{said(key, value)} must be {required.format(null=value_of(None))}"
+            yield absent(key, str(value)) or f"{said(key, value)} must be {_in_words(required)}"
     for name in {*config.sampling.from_model} - schema.FROM_MODEL:
         yield unknown_name("name in sampling.from_model", name, schema.FROM_MODEL)
     if not all(map(str.strip, config.sampling.bad_words)):
@@ -383,9 +394,9 @@ def _without_effect(config: RunConfig) -> Iterator[tuple[str, bool, str]]:
         ("spare_rows", not task.reuses_prompts, f"with task={config.task.name}, which reads every prompt"),
         ("speculation.acceptance", bool(speculation.forced_lengths),
          "with speculation.forced_lengths, which says what is accepted"),
-        ("speculation.num_draft_tokens", speculation.tree is not None and not speculation.adapts,
+        ("speculation.num_draft_tokens", speculation.tree is not None and not speculation.chooser,
          "with speculation.tree, whose shape says how many tokens are drafted"),
-        ("draft.fallback", not speculation.adapts, "without speculation.num_draft_tokens=auto"),
+        ("draft.fallback", not speculation.chooser, f"without {choosers_said() or 'what chooses K for each round'}"),
         ("draft.greedy", is_greedy, "at temperature 0, where every draft is greedy"),
         ("placement.draft draft.model", has_no_model, no_model),
         ("placement.target placement.draft", config.placement.auto, "with placement=auto, which chooses it"),

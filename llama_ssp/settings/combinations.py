@@ -12,8 +12,9 @@ from llama_ssp.catalogue import ModelConfig, ModelShape
 from llama_ssp.registry import Registry
 from llama_ssp.settings.backends import BACKENDS
 from llama_ssp.settings.drafters import DRAFTERS, drafter_of, drafts, free_drafts
+from llama_ssp.settings.lengths import chooser_named, longest
 from llama_ssp.settings.rules import AT_ZERO, RULES, at_every_temperature, rule_of, rules
-from llama_ssp.settings.schema import ADAPTIVE, DeviceKind, DraftLayout, PlanConfig, RunConfig, adaptive_lengths
+from llama_ssp.settings.schema import DeviceKind, DraftLayout, PlanConfig, RunConfig
 from llama_ssp.settings.tasks import NoEffect, drafted_of, task_of, task_specs
 from llama_ssp.settings.trees import TreeShape, tree_shape
 from llama_ssp.words import key_of, listed, said
@@ -23,7 +24,7 @@ ABILITIES: dict[str, Callable[[RunConfig], object]] = {
     "a tree": lambda config: _tree(config) is not None,
     "a dynamic tree": lambda config: (shape := _tree(config)) and shape.is_dynamic,
     "overlap": lambda config: config.speculation.overlap and drafts(config.draft),
-    "adaptive K": lambda config: config.speculation.num_draft_tokens == ADAPTIVE,
+    "a chosen K": lambda config: chooser_named(config.speculation.num_draft_tokens),
     "a fallback": lambda config: config.draft.fallback,
     "forced lengths": lambda config: config.speculation.forced_lengths,
     "a draft without trees": lambda config: not drafter_of(config.draft).has_trees,
@@ -66,7 +67,7 @@ CLASHES: dict[tuple[str, str], str] = {
     ("a tree", "penalties"):
         "{tree} needs sampling without penalties, biases and bans, which see another text on every path: leave them "
         "out",
-    ("a tree", "adaptive K"): "{tree} needs equal rounds: leave {auto} out",
+    ("a tree", "a chosen K"): "{tree} needs equal rounds: leave {number} out",
     ("a tree", "overlap"): "{tree} needs rounds one after the other: leave {overlap} out",
     ("a tree", "a replicated draft"): "{tree} needs one draft for all rows: use placement=one_rank, sharded or own_gpu",
     ("a tree", "a library's placement"): "{tree} needs placement.target.kind=tensor, and {target_kind} was given",
@@ -75,7 +76,7 @@ CLASHES: dict[tuple[str, str], str] = {
         "keeps one state at each: leave {tree_key} out",
     ("a tree", "requests by row"): "requests draft chains: leave {tree_key} out",
     ("forced lengths", "a tree"): "{forced} needs chains: leave {tree_key} out",
-    ("forced lengths", "adaptive K"): "{forced} needs equal rounds: leave {auto} out",
+    ("forced lengths", "a chosen K"): "{forced} needs equal rounds: leave {number} out",
     ("forced lengths", "overlap"): "{forced} needs rounds one after the other: leave {overlap} out",
     ("forced lengths", "requests by row"): "requests keep the target's distribution: leave {forced} out",
     ("forced lengths", "texts of the target"):
@@ -86,8 +87,8 @@ CLASHES: dict[tuple[str, str], str] = {
     ("overlap", "a draft on shared ranks"):
         "{overlap} needs a draft on ranks of its own, and {draft_placement} was given: use placement=own_gpu on at "
         "least 2 ranks",
-    ("overlap", "adaptive K"):
-        "{overlap} needs one K for all rounds, and {auto} was given: use a number, about as many as draft steps fit "
+    ("overlap", "a chosen K"):
+        "{overlap} needs one K for all rounds, and {number} was given: use a number, about as many as draft steps fit "
         "into a forward of the target",
     ("overlap", "a fallback"): "{overlap} drafts with the model alone: leave {fallback} out",
     ("a rule without sampling", "sampling"):
@@ -165,7 +166,8 @@ def _words(config: RunConfig) -> dict[str, object]:
         "kind": draft.kind, "draft": model.name, "fallback": said("draft.fallback", draft.fallback),
         "with_trees": ", or ".join(["draft=NAME", *with_trees]),
         "tree": said("speculation.tree", speculation.tree), "tree_key": key_of("speculation.tree"),
-        "fixed_tree": said("speculation.tree", "3x1x1"), "auto": said("speculation.num_draft_tokens", ADAPTIVE),
+        "fixed_tree": said("speculation.tree", "3x1x1"),
+        "number": said("speculation.num_draft_tokens", speculation.num_draft_tokens),
         "overlap": said("speculation.overlap", True),
         "forced": said("speculation.forced_lengths", speculation.forced_lengths),
         "rule": said("verification", config.verification.rule), "greedy": greedy,
@@ -200,10 +202,9 @@ def _tree(config: RunConfig) -> TreeShape | None:
 
 def num_steps(config: RunConfig) -> int:
     """The most drafted tokens that follow one another in a round."""
-    adaptive = max(adaptive_lengths(_draft(config).shape))
-    numbers = [adaptive if number == ADAPTIVE else number for number in drafted_of(config)]
+    known = [number for number in drafted_of(config) if isinstance(number, int) or chooser_named(number)]
     tree = _tree(config)
-    return tree.depth if tree else max((number for number in numbers if isinstance(number, int)), default=0)
+    return tree.depth if tree else max((longest(number, _draft(config).shape) for number in known), default=0)
 
 
 def _recurrent(*models: ModelConfig) -> ModelShape | None:

@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from llama_ssp.catalogue import ModelConfig, ModelShape
+from llama_ssp.catalogue import ModelConfig
 from llama_ssp.fields import made, setting
 from llama_ssp.groups import whole
 from llama_ssp.settings.backends import TENSOR
 from llama_ssp.settings.constraints import constraint_asked
+from llama_ssp.settings.lengths import LengthChooser, chooser_named, longest
 from llama_ssp.settings.rules import DEFAULT
 from llama_ssp.settings.trees import TreeShape, tree_shape
 from llama_ssp.settings.weights import CHECKPOINT, WEIGHTS, WeightsRecord
@@ -22,15 +23,6 @@ DERIVED = ("task.name", "model.name", "model.shape", "draft.kind", "draft.model.
 """Settings that follow from the choice of an option: task=, model= and draft= set them."""
 FROM_MODEL = frozenset({"temperature", "top_k", "top_p", "min_p", "repetition_penalty"})
 """Settings of `sampling` that a model's generation_config.json can have."""
-ADAPTIVE = "auto"
-ADAPTIVE_LENGTHS = (1, 2, 3, 4, 6, 8)
-"""The value of `num_draft_tokens` that chooses K for each round, and the K that it chooses from, besides 0."""
-
-
-def adaptive_lengths(draft: ModelShape | None) -> tuple[int, ...]:
-    """The K that an adaptive run chooses from, besides 0: none is larger than the block of a draft head."""
-    most = (draft and draft.most_drafted) or max(ADAPTIVE_LENGTHS)
-    return tuple(sorted({min(number, most) for number in ADAPTIVE_LENGTHS}))
 
 
 class DraftLayout(Enum):
@@ -58,8 +50,7 @@ class DrafterConfig:
     model: ModelConfig | None = setting(None, "the fields of a model's entry.")
     fallback: str | None = setting(
         None,
-        "with speculation.num_draft_tokens=auto, a draft without a model for rounds in which it gains more"
-        "{free_drafts}.",
+        "with {choosers}, a draft without a model for rounds in which it gains more{free_drafts}.",
     )
 
     @property
@@ -201,9 +192,7 @@ class VerificationConfig:
 class SpeculationConfig:
     """Number of drafted tokens per round (K in Chen et al. 2023), and the acceptance that the forecast assumes."""
 
-    num_draft_tokens: int | str = setting(
-        4, "K, the number of drafted tokens per round, or auto, which chooses it for each round."
-    )
+    num_draft_tokens: int | str = setting(4, "K, the number of drafted tokens per round{or_choosers}.")
     acceptance: float | None = setting(
         None, "probability of acceptance that the forecast assumes; null takes a measured figure, or the default."
     )
@@ -221,9 +210,9 @@ class SpeculationConfig:
     overlap: bool = setting(False, "true drafts while the target verifies; needs placement=own_gpu, untried on GPUs.")
 
     @property
-    def adapts(self) -> bool:
-        """Whether K is chosen for each round."""
-        return self.num_draft_tokens == ADAPTIVE and not self.tree
+    def chooser(self) -> LengthChooser | None:
+        """What chooses K for each round; None for one K, for trees, and for an unknown name."""
+        return None if self.tree else chooser_named(self.num_draft_tokens)
 
     @property
     def tree_shape(self) -> TreeShape | None:
@@ -386,11 +375,10 @@ class RunConfig:
 
     @property
     def most_draft_tokens(self) -> int:
-        """K, the largest one of an adaptive run, or the nodes of a tree."""
+        """K, the largest one of what chooses it, or the nodes of a tree."""
         if shape := self.speculation.tree_shape:
             return shape.num_nodes
-        draft, number = self.draft.model, self.speculation.num_draft_tokens
-        return max(adaptive_lengths(draft.shape if draft else None)) if self.speculation.adapts else int(number)
+        return longest(self.speculation.num_draft_tokens, self.draft.model.shape if self.draft.model else None)
 
     @property
     def most_steps(self) -> int:

@@ -16,7 +16,7 @@ class WeightsRecord:
         purpose: what `--help` says of it.
         make: `module:function` that makes the `weights.source.WeightSource` of target and draft, from the config and
             the type of the device; empty for a source that reads files.
-        acceptance: the probability that a drafted token is accepted, for plans and adaptive lengths; None if the
+        acceptance: the probability that a drafted token is accepted, for plans and what chooses K; None if the
             source does not set it.
         acceptance_setting: the setting that says it.
         context: most tokens of its models, and what has them; None if the models' entries say it.

@@ -32,7 +32,6 @@ from llama_ssp.run.decoders import Models, build_decoder, load_models, update_mo
 from llama_ssp.run.requests import encode
 from llama_ssp.run.tuning import make_ready
 from llama_ssp.settings.schema import (
-    ADAPTIVE,
     DeviceKind,
     DraftLayout,
     DraftPlacement,
@@ -188,7 +187,7 @@ class Cell:
         if not self.draft:
             config.draft = copies()
         if self.adapts:
-            config.speculation.num_draft_tokens, config.draft.fallback = ADAPTIVE, copies().kind
+            config.speculation.num_draft_tokens, config.draft.fallback = "auto", copies().kind
         config.run_dir = str(folder / "run")  # layers on disk go there
         return config
 

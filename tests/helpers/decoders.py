@@ -17,10 +17,10 @@ from llama_ssp.speculate.drafters.drafter import Drafter, DrafterParts
 from llama_ssp.speculate.drafters.limited import DraftLimit
 from llama_ssp.speculate.drafters.model import ModelDrafter
 from llama_ssp.speculate.drafters.shared import BroadcastDrafter
-from llama_ssp.speculate.engine.adaptive import FixedLength
 from llama_ssp.speculate.engine.completion import RowCompletion, StopRequest
 from llama_ssp.speculate.engine.executors import GraphExecutor, Recorder, make_executor
 from llama_ssp.speculate.engine.held import Reuse
+from llama_ssp.speculate.engine.lengths import FixedLength
 from llama_ssp.speculate.engine.loop import Decoder, RunSettings
 from llama_ssp.speculate.engine.round import DraftChoice, Executor, Round
 from llama_ssp.speculate.engine.state import BatchState, Request

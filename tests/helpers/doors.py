@@ -22,7 +22,7 @@ from tests.helpers.tokenizers import save_tokenizer
 _OVERLAP, BLOCK = "speculation.overlap=true placement=own_gpu", "model={target} draft={block}"
 ALONE = {
     "a tree": "speculation.tree=2x1", "a dynamic tree": "speculation.tree=dynamic-8x3x3", "overlap": _OVERLAP,
-    "adaptive K": "speculation.num_draft_tokens=auto",
+    "a chosen K": "speculation.num_draft_tokens=auto",
     "a fallback": "speculation.num_draft_tokens=auto draft.fallback=ngram",
     "forced lengths": "speculation.forced_lengths=[1]", "a draft without trees": "draft=ngram",
     "a draft without a model": "draft=ngram", "a head": "draft=tiny-eagle", "MTP layers": "model={mtp} draft=mtp",
@@ -97,7 +97,9 @@ def has_sentence(message: str, both: tuple[str, str]) -> bool:
 
 
 def patch(names: Collection[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """No draft of the package lacks trees, and no backend of the core is a library's."""
+    """No draft of the package lacks trees, no backend of the core is a library's, and the core has one K."""
+    if not {"a chosen K", "a fallback"}.isdisjoint(names):
+        need("adaptive")
     if "a draft without trees" in names:
         need("copies")
         record = drafters.DRAFTERS.of("ngram")  # which reads the rooms' records first

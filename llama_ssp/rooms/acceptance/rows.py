@@ -55,7 +55,7 @@ class AcceptanceRow(Line):
         share_of_best: tokens per second over the figure of the fastest row of the temperature, by the costs of the
             plan; of tokens per round without a plan.
         headroom: by how much rounds would be faster than `num_draft_tokens=auto` if each had the best K, chosen with
-            what will be accepted known; 0 without a plan.
+            what will be accepted known; 0 without a plan, or without that room.
         with_copies: the speed of `auto` with `draft.fallback=ngram`, over that without; 1 unless ngram has read too.
         lost: where most rounds end, of the fastest row of chains of the draft and temperature.
         num_prompts, num_new_tokens: of the texts that were read.
@@ -209,7 +209,7 @@ def rows_of(
 ) -> Iterator[AcceptanceRow]:  # fmt: skip
     """The rows of a trace, K from 1 to its longest, and trees; without the costs of a draft a round costs 1.
 
-    `auto` says the seconds of the shipped K = auto, and `decode` the text of tokens; without them rows lack both.
+    `auto` says the seconds of K = auto, and `decode` the text of tokens; without them rows lack both.
     """
     for law in range(len(trace.temperatures)):
         if not len(trace.texts(law)):

@@ -3,12 +3,12 @@
 Its choices read what rounds before have accepted, so one course of its rounds is drawn, text after text.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
 from llama_ssp.rooms.acceptance.trace import Replay
-from llama_ssp.speculate.engine.adaptive import AdaptiveLength, RoundCosts
+from llama_ssp.speculate.engine.lengths import FixedLength
 from llama_ssp.speculate.engine.round import DraftChoice
 
 
@@ -17,6 +17,7 @@ def auto_seconds(
     replays: Sequence[Replay],
     costs: Sequence[Mapping[int, float]],
     *,
+    make: Callable[..., FixedLength],
     lengths: Mapping[str, Sequence[int]],
     num_texts: int,
 ) -> float:
@@ -26,6 +27,7 @@ def auto_seconds(
         draft: its name.
         replays: of the same texts.
         costs: for each replay, seconds of a plain step, 0, and of rounds by K.
+        make: of its record, `LengthChooser.simulate`.
         lengths: the K that it chooses from, by draft; a K without a cost is left out.
         num_texts: of these texts, from the first one on.
     """
@@ -36,7 +38,7 @@ def auto_seconds(
         if number in cost
     }
     expected = [replay.by_position(1)[0] for replay in replays]
-    chooser = AdaptiveLength(RoundCosts(rounds=rounds, catch_up=(0.0,) * len(costs)), acceptance=expected)
+    chooser = make(rounds, acceptance=expected)
     generator, seconds = np.random.default_rng(0), 0.0
     for text, length in enumerate(replays[0].lengths_B[:num_texts]):
         left = int(length) - 1

@@ -24,6 +24,7 @@ from llama_ssp.planning.memory import memory
 from llama_ssp.planning.spec import PlanSpec, make_spec
 from llama_ssp.planning.timing import CostModel
 from llama_ssp.ranks.failures import from_rank_0, raise_on_all_ranks
+from llama_ssp.registry import imported
 from llama_ssp.rooms.acceptance.reading import Found, Reader
 from llama_ssp.rooms.acceptance.records import (
     TRACE_FILE,
@@ -43,7 +44,8 @@ from llama_ssp.run.decoders import Models, build_decoder, with_draft
 from llama_ssp.run.requests import PromptRequest
 from llama_ssp.run.session import Session, Viewer
 from llama_ssp.settings.drafters import drafter_of, drafts_greedily
-from llama_ssp.settings.schema import DrafterConfig, RunConfig, adaptive_lengths
+from llama_ssp.settings.lengths import finder
+from llama_ssp.settings.schema import DrafterConfig, RunConfig
 from llama_ssp.weights.hashes import fingerprint
 
 PARTS = "parts"
@@ -295,7 +297,7 @@ def _answer(session: Session, configs: Sequence[RunConfig], sources: Mapping[str
             file.parent.mkdir(parents=True, exist_ok=True)
         _write(file, trace.to_bytes())
         session.terminal.say(f"stored in {file}: plans of {config.model.name} with {name} now take it")
-    costs, of_trees, lengths = {}, {}, {}
+    costs, of_trees, lengths, chooser = {}, {}, {}, finder()
     if plan := session.plan:
         for name, draft in drafts_of(config).items():
             chains = with_number_formats(in_rounds(configs[0], draft), (session.models.sources[0], sources[name]))
@@ -304,10 +306,13 @@ def _answer(session: Session, configs: Sequence[RunConfig], sources: Mapping[str
             for tree in trace.trees(name).values():
                 model = CostModel(_spec_of(session, in_rounds(chains, chains.draft, tree.text)), plan.hardware)
                 of_trees[name, tree.text] = model.drafting_s(tree.num_nodes) + model.verify_s(tree.num_nodes)
-            lengths[name] = adaptive_lengths(draft.model.shape if draft.model else None)
+            lengths[name] = chooser.lengths(draft.model.shape if draft.model else None) if chooser else ()
     finished = {row.key for row in folder.results}
     decode = TextAfter(session.models.tokenizer, (), names_special=True).decode
-    auto = partial(auto_seconds, lengths=lengths, num_texts=NUM_SIMULATED)
+    auto = None
+    if chooser and chooser.simulate:
+        make = imported(chooser.simulate, setting=f"speculation.num_draft_tokens={chooser.name}")
+        auto = partial(auto_seconds, make=make, lengths=lengths, num_texts=NUM_SIMULATED)
     for row in rows_of(trace, costs, of_trees, decode=decode, auto=auto):
         if row.key not in finished:
             folder.append_result(row)

@@ -76,7 +76,7 @@ def _of_formats(spec: PlanSpec, hardware: HardwareConfig) -> Iterator[str]:
 
 
 def _of_free_draft(spec: PlanSpec, timed: Timing) -> Iterator[str]:
-    if timed.speedup is None or timed.speedup > 1 or spec.adapts:  # an adaptive run goes on without drafts
+    if timed.speedup is None or timed.speedup > 1 or spec.adapts:  # what chooses K goes on without drafts
         return
     best = timed.plain_s / min(timed.by_num_draft_tokens, default=math.inf)
     most = f", the best, K={timed.best_num_draft_tokens}, {best:.2f}x" if best > 1 else ""

@@ -27,8 +27,9 @@ from llama_ssp.planning.spec import PlanSpec, on_block, spec_of_plan, without_dr
 from llama_ssp.planning.timing import Timing, timing
 from llama_ssp.run.tasks import dry_run
 from llama_ssp.settings.drafters import SAME
+from llama_ssp.settings.lengths import finder
 from llama_ssp.settings.rules import AT_ZERO, DEFAULT
-from llama_ssp.settings.schema import ADAPTIVE, DraftLayout, PlanConfig
+from llama_ssp.settings.schema import DraftLayout, PlanConfig
 from llama_ssp.settings.trees import tree_shape
 from llama_ssp.storage.formats import NO_QUANTIZATION, format_of, formats
 from llama_ssp.words import value_of
@@ -72,24 +73,25 @@ def moved(spec: PlanSpec, other: PlanSpec) -> list[str]:
 def by_length(spec: PlanSpec, timed: Timing) -> Iterator[tuple[float, PlanSpec]]:
     """Yield seconds per token and the spec for every K, the fastest first; nothing without a draft.
 
-    Where no K is recommended, K = auto comes first.
+    Where no K is recommended, what finds one comes first.
     """
     times = timed.by_num_draft_tokens
     if times and spec.overlaps and not timed.knows_best_k:  # overlap needs one K for all rounds
-        yield times[spec.num_draft_tokens - 1], replace(spec, adapts=False)
+        yield times[spec.num_draft_tokens - 1], replace(spec, chooser=None)
         return
-    if times and not timed.knows_best_k:
-        token_s = min(timed.plain_s, *(times[number - 1] for number in spec.adaptive_lengths))
-        yield token_s, replace(spec, num_draft_tokens=max(spec.adaptive_lengths), adapts=True)
+    if times and (chooser := finder()) and not timed.knows_best_k:
+        lengths = chooser.lengths(spec.draft.shape if spec.draft else None)
+        token_s = min(timed.plain_s, *(times[number - 1] for number in lengths))
+        yield token_s, replace(spec, num_draft_tokens=max(lengths), chooser=chooser)
     by_time = sorted((token_s, number) for number, token_s in enumerate(times, start=1))
-    yield from ((token_s, replace(spec, num_draft_tokens=number, adapts=False)) for token_s, number in by_time)
+    yield from ((token_s, replace(spec, num_draft_tokens=number, chooser=None)) for token_s, number in by_time)
 
 
 def length_setting(spec: PlanSpec) -> str:
     """The setting of a spec's K, or of its trees."""
     if spec.tree:
         return f"speculation.tree={spec.tree.text}"
-    return f"speculation.num_draft_tokens={ADAPTIVE if spec.adapts else spec.num_draft_tokens}"
+    return f"speculation.num_draft_tokens={spec.length}"
 
 
 def priced(spec: PlanSpec, machine: HardwareConfig, *, given: Collection[str] = ()) -> tuple[PlanSpec, dict[str, Any]]:
@@ -102,7 +104,7 @@ def priced(spec: PlanSpec, machine: HardwareConfig, *, given: Collection[str] = 
     except PlacementError as error:
         return spec, _figures(spec, machine, reason=str(error))
     keeps_k = "speculation.num_draft_tokens" in given
-    if full.fits or (not keeps_k and spec.drafts and fits(replace(spec, num_draft_tokens=1, adapts=False), machine)):
+    if full.fits or (not keeps_k and spec.drafts and fits(replace(spec, num_draft_tokens=1, chooser=None), machine)):
         timed = timing(spec, machine)
         asked_s = timed.plain_s if timed.speculative_s is None else timed.speculative_s
         ways = iter(()) if keeps_k else by_length(spec, timed)
@@ -292,7 +294,7 @@ def _with_trees(spec: PlanSpec) -> Iterator[PlanSpec]:
     if spec.drafts and is_placed and is_exact and spec.batch_size <= FEW_ROWS:
         for tree in expected_of_spec(spec).trees or (TREES if spec.has_head else ()):
             is_certain = spec.is_certain or tree.is_dynamic
-            yield replace(spec, tree=tree, num_draft_tokens=tree.num_nodes, adapts=False, is_certain=is_certain)
+            yield replace(spec, tree=tree, num_draft_tokens=tree.num_nodes, chooser=None, is_certain=is_certain)
 
 
 def _series(target: PlannedModel, known: list[ModelConfig]) -> list[ModelConfig]:

@@ -14,7 +14,6 @@ from llama_ssp.planning.plan import basis
 from llama_ssp.planning.printed import command
 from llama_ssp.reports.plan_tables import StandardOutput, amount, literal, short_name
 from llama_ssp.rooms.advice.search import Search
-from llama_ssp.settings.schema import ADAPTIVE
 from llama_ssp.storage.formats import formats
 
 MOST_CHOICES = 5
@@ -80,7 +79,10 @@ def _row(choice: Mapping[str, Any], between: str, overlap: str) -> list[str]:
         struck = [f"[strike]{name}[/strike]" for name in (target, draft)]
         shortage = "cannot be shared" if needed is None else f"{needed / GIB:.1f} of {capacity / GIB:.1f}"
         return ["", *struck, "", ranks, "", "", "", f"[red]{shortage}[/red]"]
-    length = ADAPTIVE if choice["adapts"] else choice["tree"] or str(choice["num_draft_tokens"] or "")
+    length = choice["tree"] or str(choice["num_draft_tokens"] or "")
+    if choice["adapts"]:
+        given = dict(setting.lstrip("+").split("=", 1) for setting in choice["settings"])
+        length = given["speculation.num_draft_tokens"]
     room = f"[yellow]{amount(needed, GIB)} tight[/yellow]" if choice["is_tight"] else amount(needed, GIB)
     times = [f"{choice['ms_per_token']:.2f}", f"{choice['tokens_per_s']:.1f}", f"{choice['speedup']:.2f}x"]
     return [str(choice["rank"]), target, draft, length, ranks, *times, room]

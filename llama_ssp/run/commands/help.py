@@ -23,6 +23,7 @@ from llama_ssp.settings.backends import backends
 from llama_ssp.settings.commands import COMMANDS, TOPICS
 from llama_ssp.settings.drafters import drafters, free_drafts
 from llama_ssp.settings.launchers import LAUNCHER, LAUNCHERS
+from llama_ssp.settings.lengths import CHOOSERS, choosers_said
 from llama_ssp.settings.schema import DERIVED, PlanConfig, RunConfig
 from llama_ssp.settings.tasks import REQUEST_FILES, task_specs
 from llama_ssp.settings.weights import WEIGHTS
@@ -162,16 +163,20 @@ def settings_of(schema: type[Any], prefix: str = "") -> Iterator[DescribedSettin
 
 
 def _meaning(entry: dataclasses.Field[Any]) -> str:
-    """The help of a field, with the files of requests, the free drafts, the formats and the backends there are."""
+    """The help of a field, with what records there are for its places; empty if that is of records that are not."""
     kept = [name for name, storage in formats().items() if not storage.is_stored_alone]
     more = {
         "{request_files}": "".join(f", or {kind.purpose}" for kind in REQUEST_FILES.all().values()),
+        "{choosers}": choosers_said(),
+        "{or_choosers}": "".join(f", or {one.name}, which {one.purpose}" for one in CHOOSERS.all().values()),
         "{free_drafts}": "".join(f", for example {name}" for name in free_drafts()[:1]),
         "{formats}": listed(kept, "or"),
         "{backends}": " ".join(backend.purpose for backend in backends().values()),
         "{weights}": " ".join(source.purpose for source in WEIGHTS.all().values() if source.purpose),
     }
     meaning = help_of(entry)
+    if "{choosers}" in meaning and not more["{choosers}"]:
+        return ""
     for place, text in more.items():
         meaning = meaning.replace(place, text)
     return meaning

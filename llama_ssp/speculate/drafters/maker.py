@@ -81,7 +81,7 @@ def make_drafters(  # noqa: PLR0913 - all that a rank's drafters are made of
                 own, parts, comm=mesh.replica, src=layout.draft_source_rank, receiver=receiver, taps=sender
             )
     assert own
-    if not (fallback := config.speculation.adapts and config.draft.fallback):
+    if not (fallback := config.speculation.chooser and config.draft.fallback):
         return [own]
     return [own, _made(replace(parts, config=of_kind(fallback), runner=None, prepared=None))]
 

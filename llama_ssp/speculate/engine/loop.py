@@ -27,11 +27,11 @@ from llama_ssp.errors import NumericError, SspError
 from llama_ssp.models.prefill import Held, forwards_per_prompt
 from llama_ssp.models.upload import to_device
 from llama_ssp.ranks.memory import exhaustion
-from llama_ssp.speculate.engine.adaptive import FixedLength, num_chunks
 from llama_ssp.speculate.engine.batch_space import BatchSpace
 from llama_ssp.speculate.engine.clock import EventClock, HostClock
 from llama_ssp.speculate.engine.completion import PARTS, FinishReason, RowCompletion, StopRequest, share_time
 from llama_ssp.speculate.engine.held import PromptRow, Reuse
+from llama_ssp.speculate.engine.lengths import FixedLength, num_chunks
 from llama_ssp.speculate.engine.likelihoods import ScoredText, TokenScores, score_in_rows
 from llama_ssp.speculate.engine.masks import Constraint
 from llama_ssp.speculate.engine.results import Launched, RowResult, Update

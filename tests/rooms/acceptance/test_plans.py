@@ -17,7 +17,6 @@ from llama_ssp.rooms.acceptance.records import stored_file
 from llama_ssp.rooms.acceptance.rows import rows_of
 from llama_ssp.rooms.acceptance.trace import Trace, law_of
 from llama_ssp.run.commands import plan
-from llama_ssp.run.tuning import _expected_acceptance
 from llama_ssp.settings.schema import SamplingConfig
 from llama_ssp.weights import hub
 from llama_ssp.weights.hashes import fingerprint
@@ -25,6 +24,7 @@ from tests.helpers.composed import compose_run
 from tests.helpers.in_process import call, launch, planned
 from tests.helpers.own_conf import OwnConf
 from tests.helpers.planning import make_spec
+from tests.helpers.rooms import module_of
 
 PLAN = ("plan", "model=tiny", "draft=tiny-draft", "hardware=laptop_cpu")
 
@@ -143,11 +143,12 @@ def test_a_search_and_a_run_that_chooses_ask_the_trace(tmp_path: Path) -> None:
     folder = made(tmp_path / "trace", ratio=-2.0)
     words = ("task=generate", "prompt=x", f"trace={folder}", "speculation.num_draft_tokens=auto")
     config, _ = compose_run(*words)
-    assert _expected_acceptance(config) == pytest.approx([np.exp(-2.0)], abs=1e-3)
+    expected_acceptance = module_of("adaptive.costs").expected_acceptance
+    assert expected_acceptance(config) == pytest.approx([np.exp(-2.0)], abs=1e-3)
     ended = call(plan.main, [*PLAN[1:], f"trace={folder}", "search=true"])
     assert ended.code == 0, ended.err
     without, _ = compose_run(*words[:2], words[3])
-    assert _expected_acceptance(without)[0] > 0.5
+    assert expected_acceptance(without)[0] > 0.5
 
 
 @pytest.mark.seconds

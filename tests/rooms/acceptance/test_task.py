@@ -17,17 +17,17 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from llama_ssp.catalogue import load
 from llama_ssp.models.prefill import read_prompts
-from llama_ssp.reports.folder import COSTS_FILE
 from llama_ssp.rooms.acceptance import reading, task
 from llama_ssp.rooms.acceptance.arithmetic import least_cost
 from llama_ssp.rooms.acceptance.rows import rows_of
 from llama_ssp.rooms.acceptance.simulation import auto_seconds
 from llama_ssp.rooms.acceptance.trace import Trace
 from llama_ssp.rooms.reports import command as report
-from llama_ssp.settings.schema import ADAPTIVE_LENGTHS
+from llama_ssp.speculate.engine.lengths import FixedLength
 from llama_ssp.weights import hub
 from tests.helpers.in_process import Ended, call, launch
 from tests.helpers.lanes import heavy
+from tests.helpers.rooms import module_of
 
 READ = ("task=acceptance", "quiet=true", "device=cpu", "batch_size=8")
 SAMPLED = ("max_new_tokens=24", "num_samples=4")
@@ -171,8 +171,9 @@ def test_a_run_names_what_it_found_by_draft_rule_temperature_and_length(tmp_path
         assert row["by_position"] == sorted(row["by_position"], reverse=True)
         assert (row["num_prompts"], 0 < row["share_of_best"] <= 1, row["headroom"] >= 0) == (4, True, True)
     costs = {"tiny-draft": {0: 1.0, 1: 1.2, 2: 1.4, 3: 1.6}}
-    auto = partial(auto_seconds, lengths={"tiny-draft": (1, 2, 3)}, num_texts=99)
-    rows = [row for row in rows_of(trace, costs, auto=auto) if row.rule != "block" and not row.tree]
+    lengths: Any = {"tiny-draft": (1, 2, 3)}
+    two = partial(auto_seconds, make=lambda *_, **__: FixedLength(2), lengths=lengths, num_texts=99)
+    rows = [row for row in rows_of(trace, costs, auto=two) if row.rule != "block" and not row.tree]
     left = {(row.draft, row.temperature): row.headroom for row in rows}
     assert left["tiny-draft", 0.8] > 0.01
     assert left["ngram", 0.8] == 0, "without costs"
@@ -189,19 +190,20 @@ def test_a_run_names_what_it_found_by_draft_rule_temperature_and_length(tmp_path
 @pytest.mark.heavy
 def test_a_run_that_chooses_takes_the_time_that_is_simulated(tmp_path: Path) -> None:
     """By the same costs; 4 standard deviations of what its 24 texts take are 15 %."""
-    costs = {0: 1.0} | {number: 1.2 + 0.15 * number for number in ADAPTIVE_LENGTHS}
+    lengths, adaptive = module_of("adaptive.records").LENGTHS, module_of("adaptive.costs")
+    costs = {0: 1.0} | {number: 1.2 + 0.15 * number for number in lengths}
     kept = [{"num_tokens": number, "source": 0, "seconds": seconds} for number, seconds in costs.items()]
     (tmp_path / "auto").mkdir()
-    (tmp_path / "auto" / COSTS_FILE).write_text(json.dumps({"rounds": kept, "catch_up_seconds": [0.0]}))
+    (tmp_path / "auto" / adaptive.COSTS_FILE).write_text(json.dumps({"rounds": kept, "catch_up_seconds": [0.0]}))
     words = ("task=generate", "prompt=for i in range(", "speculation.num_draft_tokens=auto", "num_samples=24")
     ended = launch(*words, "device=cpu", "quiet=true", "max_new_tokens=48", f"run_dir={tmp_path}/auto").well()
     took = sum(costs[number] for line in ended.lines for number in line["draft_lengths"])
     trace = read(tmp_path, f"task.texts={tmp_path}/auto", name="read")[1]
     replay = trace.replay("tiny-draft", 0, "speculative", 8)
-    simulated = auto_seconds("x", [replay], [costs], lengths={"x": ADAPTIVE_LENGTHS}, num_texts=99)
+    simulated = auto_seconds("x", [replay], [costs], make=adaptive.of_costs, lengths={"x": lengths}, num_texts=99)
     assert simulated == pytest.approx(took, rel=0.15)
     assert simulated >= least_cost(replay.reach_BTD, replay.lengths_B, costs).sum()
-    worse = auto_seconds("x", [replay], [costs], lengths={"x": [1]}, num_texts=99)
+    worse = auto_seconds("x", [replay], [costs], make=adaptive.of_costs, lengths={"x": [1]}, num_texts=99)
     assert worse > 1.05 * simulated
 
 

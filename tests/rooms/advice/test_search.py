@@ -13,7 +13,7 @@ from llama_ssp.planning.memory import fits, memory
 from llama_ssp.planning.spec import PlanSpec
 from llama_ssp.rooms.advice.search import _drafts_of, by_length, length_setting, placement_settings, search
 from llama_ssp.settings.layout import lay_out
-from llama_ssp.settings.schema import ADAPTIVE_LENGTHS, DraftLayout, DraftPlacement, PlacementConfig
+from llama_ssp.settings.schema import DraftLayout, DraftPlacement, PlacementConfig
 from llama_ssp.storage.formats import formats
 from tests.helpers.planning import make_spec, small_model, times_of
 from tests.helpers.rooms import module_of, need
@@ -112,8 +112,8 @@ def test_a_choice_has_the_best_k_of_those_that_fit_whatever_k_was_asked_for() ->
 
 
 def test_auto_without_room_gives_way_to_a_fixed_k() -> None:
-    spec, most = make_spec("13B", "tinyllama_1B", acceptance=None), max(ADAPTIVE_LENGTHS)
-    adaptive = memory(replace(spec, num_draft_tokens=most, adapts=True), A100)[0]
+    spec, auto = make_spec("13B", "tinyllama_1B", acceptance=None), module_of("adaptive.records").AUTO
+    adaptive = memory(replace(spec, num_draft_tokens=max(auto.lengths(None)), chooser=auto), A100)[0]
     found = {
         missing: choice(search(spec, replace(A100, num_gpus=1, memory_bytes=adaptive.needed_bytes - missing)),
                         "13B", "tinyllama_1B", "one_rank", num_ranks=1)
@@ -157,6 +157,7 @@ def test_a_draft_is_also_tried_in_the_format_that_is_read_fastest_and_a_head_is_
 
 
 def test_a_pair_that_nobody_measured_chooses_k_while_it_runs() -> None:
+    need("adaptive")
     spec = make_spec("65B", "tinyllama_1B", num_ranks=8, acceptance=None)
     timed = times_of(spec, A100)
     (token_s, adaptive), *others = by_length(spec, timed)

@@ -10,6 +10,7 @@ from llama_ssp.planning.collectives import round_messages
 from llama_ssp.planning.timing import CostModel
 from llama_ssp.rooms.copies.records import NgramConfig
 from llama_ssp.settings.trees import tree_shape
+from tests.helpers.lengths import FINDER
 from tests.helpers.planning import make_spec, times_of
 from tests.helpers.rooms import module_of
 
@@ -22,10 +23,10 @@ def test_a_tree_by_look_up_costs_its_verification_and_the_kernels_of_a_search() 
     timed, clock = times_of(spec, A100), CostModel(spec, A100)
     searched_s = spec.free_terms.num_kernels * A100.kernel_s
     assert timed.round_s == pytest.approx(clock.forward(clock.target, 10).total_s + clock.verdict_s(9) + searched_s)
-    beside = replace(make_spec("13B", "7B"), free_settings=spec.free_settings, adapts=True)
+    beside = replace(make_spec("13B", "7B"), free_settings=spec.free_settings, chooser=FINDER)
     own_s = times_of(replace(beside, free_settings=None), A100).round_s
     assert times_of(beside, A100).round_s - own_s == pytest.approx(beside.free_terms.num_kernels * A100.kernel_s)
-    assert replace(beside, adapts=False).free_terms.num_kernels == 0, "a fallback is for a K that is chosen"
+    assert replace(beside, chooser=None).free_terms.num_kernels == 0, "a fallback is for a K that is chosen"
     assert timed.tokens_per_round == pytest.approx(tree_tokens((0.8,) * 3, tree), rel=0.01)
     assert round_messages(spec, 0) == round_messages(plain, 0)
 

@@ -13,8 +13,8 @@ from llama_ssp.errors import SspError
 from llama_ssp.rooms.grammars.records import GrammarSampling
 from llama_ssp.rooms.grammars.text import GrammarText, begin
 from llama_ssp.settings.schema import SamplingConfig
-from llama_ssp.speculate.engine.adaptive import FixedLength
 from llama_ssp.speculate.engine.completion import RowCompletion
+from llama_ssp.speculate.engine.lengths import FixedLength
 from llama_ssp.speculate.engine.loop import Decoder
 from llama_ssp.speculate.engine.masks import Constraint, Vocabulary
 from llama_ssp.speculate.engine.round import DraftChoice, Stage

@@ -28,7 +28,7 @@ from llama_ssp.rooms.heads.one_pass_drafter import OnePassDrafter
 from llama_ssp.rooms.heads.sources import HeadSource
 from llama_ssp.run.tasks.dry_run import plan_of_run
 from llama_ssp.run.tasks.records import GenerateConfig
-from llama_ssp.settings.schema import ADAPTIVE, MODEL_DRAFT, DrafterConfig, RunConfig
+from llama_ssp.settings.schema import MODEL_DRAFT, DrafterConfig, RunConfig
 from llama_ssp.speculate.engine.round import DraftChoice
 from llama_ssp.weights.checkpoint import SINGLE_FILE, inspect
 from tests.helpers import head_drafts
@@ -122,7 +122,7 @@ def test_a_head_with_the_tables_of_its_target_drafts_for_every_family(tmp_path: 
     tensors = make_tensors(layout) | {name: each.clone() for name, each in books.items()}
     save_head(tmp_path / "head", layout, tensors, vocab_size=VOCAB_SIZE, dflash_config=layers)
     drafted = load_pair(tmp_path / "target", tmp_path / "head", dtype="fp32")
-    of_a_block: dict[str, Any] = {"num_draft_tokens": ADAPTIVE}  # which is shorter than the longest K
+    of_a_block: dict[str, Any] = {"num_draft_tokens": "auto"}  # which is shorter than the longest K
     texts = [
         [done.token_ids for done in pair.generate(["t5 t9 t3 " * 7, "t7 t8"], max_new_tokens=8, temperature=0, **how)]
         for pair, how in ((load_pair(tmp_path / "target", dtype="fp32"), {}), (drafted, {}), (drafted, of_a_block))
@@ -321,6 +321,6 @@ def test_a_round_is_planned_with_one_forward_of_the_head_and_no_longer_than_its_
     assert last_s < 4 * first_s
     with pytest.raises(ConfigError, match="the draft head drafts blocks of 4 tokens, and 5 are asked for"):
         planned(5)
-    adaptive = planned(ADAPTIVE)
-    assert (adaptive.spec.num_draft_tokens, adaptive.spec.adaptive_lengths) == (4, (1, 2, 3, 4))
+    adaptive = planned("auto")
+    assert (adaptive.spec.num_draft_tokens, adaptive.spec.lengths) == (4, (1, 2, 3, 4))
     assert len(adaptive.timing.by_num_draft_tokens) == 4

@@ -3,7 +3,7 @@
 import math
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,9 +21,8 @@ from llama_ssp.run.requests import PromptRequest
 from llama_ssp.run.results import excerpts
 from llama_ssp.run.session import Session, to_line
 from llama_ssp.run.tuning import make_ready
-from llama_ssp.settings.schema import ADAPTIVE, ADAPTIVE_LENGTHS, PlacementConfig, SpeculationConfig
+from llama_ssp.settings.schema import PlacementConfig, SpeculationConfig
 from llama_ssp.speculate.drafters.drafter import Drafter
-from llama_ssp.speculate.engine.adaptive import FixedLength
 from llama_ssp.speculate.engine.completion import RowCompletion
 from llama_ssp.speculate.engine.loop import Decoder
 from llama_ssp.speculate.engine.round import DraftChoice
@@ -118,62 +117,6 @@ def test_the_first_line_of_progress_counts_no_warm_up_as_decoding(
     words = ("task=generate", "model=tiny-draft", "draft=none", "prompt=import", "num_samples=300", "max_new_tokens=4")
     said = launch(*words, f"run_dir={tmp_path}/run").err
     assert re.search(r"plain: \d+ of 300 completions at .*, \d+ s left", said), said
-
-
-CHUNK_S = 1.0
-
-
-class TimedRounds:
-    """Stands for a decoder whose rounds take planted times: a plain one 1 s, others by K and by the measurement."""
-
-    def __init__(self, seconds: Callable[[int, int], float]) -> None:
-        self.round, self.length = SimpleNamespace(drafters=[object()], steps=None), FixedLength(0)
-        self.seconds, self.timed = seconds, list[list[int]]()
-
-    def make_room(self, requests: Sequence[PromptRequest]) -> None:
-        """Needs none."""
-
-    def choose_by(self, length: FixedLength) -> None:
-        """Keep what chooses K."""
-        self.length = length
-
-    def time_rounds(self, choices: Sequence[DraftChoice], *, num_slots: int) -> list[float]:  # noqa: ARG002
-        """The planted times, and those to read a chunk that was skipped."""
-        self.timed.append([choice.num_tokens for choice in choices])
-        return [
-            self.seconds(each.num_tokens, len(self.timed)) + CHUNK_S * (each.num_unread > 2) if each.num_tokens else 1.0
-            for each in choices
-        ]
-
-
-def tuned(seconds: Callable[[int, int], float]) -> tuple[Any, list[list[int]]]:
-    """What chooses K after the measurement, and the lengths that each measurement has timed."""
-    config = load("tiny", "tiny-draft").config
-    speculation = SpeculationConfig(num_draft_tokens=ADAPTIVE, acceptance=0.8)
-    decoder: Any = TimedRounds(seconds)
-    make_ready(decoder, [request()], replace(config, speculation=speculation), comm=Comm.single())
-    return decoder.length, decoder.timed
-
-
-@pytest.mark.seconds
-@pytest.mark.parametrize(("of_a_token", "left"), [(0.3, [0, *ADAPTIVE_LENGTHS, 1, 0]), (1.1, [0, 0])])
-def test_drafts_that_lose_whatever_is_accepted_are_timed_twice_only(of_a_token: float, left: list[int]) -> None:
-    """As in a large batch, where each drafted token costs a plain one and a draft step."""
-    length, timed = tuned(lambda number, _: 1 + of_a_token * number)
-    assert timed[3] == [0, *ADAPTIVE_LENGTHS, 1, 0]
-    assert timed[4] == timed[-1] == left
-    assert bool(length.choose([0]).num_tokens) is (of_a_token < 1)
-
-
-def test_long_drafts_that_others_slowed_down_do_not_make_short_ones_cheap() -> None:
-    """A round with one drafted token takes 1.9 s and adds 1.8 tokens; a line through all has it at less."""
-    length, _ = tuned(lambda number, _: (1 + 0.9 * number) * (2.0 if number == max(ADAPTIVE_LENGTHS) else 1.0))
-    assert length.choose([0]) == DraftChoice(0)
-
-
-def test_measurements_that_others_slowed_down_do_not_count() -> None:
-    length, _ = tuned(lambda number, measurement: (1 + 0.3 * number) * (1.0 if measurement % 2 else 9.0))
-    assert length.choose([0]).num_tokens
 
 
 @pytest.mark.parametrize(("a_row_s", "wanted"), [(0.25, 3.0), (0.5, 1.0), (0.0, math.inf)])

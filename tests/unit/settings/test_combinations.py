@@ -22,7 +22,7 @@ OF_LIBRARY: dict[tuple[str, str], tuple[dict[str, Any], dict[str, Any]]] = {
     ("a tree", "an own tokenizer"): ({"model": "{target}", "draft": "{own}", "tokenizer": "own"}, {"tree": "2x1"}),
     ("a tree", "sampling by a rule without trees"): ({}, {"tree": "2x1", "verification": "coupled"}),
     ("a tree", "penalties"): ({}, {"tree": "2x1", "presence_penalty": 1.0}),
-    ("a tree", "adaptive K"): ({}, {"tree": "2x1", "num_draft_tokens": "auto"}),
+    ("a tree", "a chosen K"): ({}, {"tree": "2x1", "num_draft_tokens": "auto"}),
     ("a tree", "a replicated draft"): ({"placement": "replicated"}, {"tree": "2x1"}),
     ("a tree", "a recurrent model"): ({"model": "{hybrid}", "draft": "{hybrid}"}, {"tree": "2x1", "temperature": 0}),
     ("a head", "an own tokenizer"): ({"draft": "tiny-eagle", "tokenizer": "own"}, {}),

@@ -62,6 +62,32 @@ def test_the_drafter_of_the_page_drafts_from_its_protocol_alone(tmp_path: Path) 
 
 
 @pytest.mark.seconds
+def test_what_chooses_k_on_the_page_decides_what_rounds_draft(tmp_path: Path) -> None:
+    section = (ROOT / "docs" / "extending.md").read_text().partition("## What chooses K")[2].partition("\n## ")[0]
+    record, chooser = re.findall(r"```py\n(.*?)```", section, re.DOTALL)
+    (tmp_path / "my_record.py").write_text(record)
+    (tmp_path / "my_lengths.py").write_text(chooser)
+    (tmp_path / "conf").mkdir()
+    words = ["task=generate", "quiet=true", "model.dtype=fp32", "sampling=greedy", "max_new_tokens=24", "prompt=import"]
+    ways = {"halving": ["speculation.num_draft_tokens=halving"], "plain": ["draft=none"]}
+    made = {}
+    for name, way in ways.items():
+        ended = launch(tmp_path, *words, *way, f"run_dir={tmp_path / name}", plugins="my_record")
+        assert ended.returncode == 0, ended.stderr
+        (made[name],) = lines(tmp_path / name)
+    assert made["halving"]["token_ids"] == made["plain"]["token_ids"]
+    wanted, place = list[int](), 2
+    for accepted in made["halving"]["accepted_lengths"]:
+        wanted.append((1, 2, 4)[place])
+        place = min(place + 1, 2) if accepted == wanted[-1] else max(place - 1, 0)
+    assert (made["halving"]["draft_lengths"], {*wanted} > {4}) == (wanted, True)
+    refused = launch(tmp_path, *words, *ways["halving"], "speculation.tree=2x2", plugins="my_record")
+    assert (refused.returncode, "needs equal rounds: leave speculation.num_draft_tokens=halving" in refused.stderr) == (
+        2, True,
+    )  # fmt: skip
+
+
+@pytest.mark.seconds
 def test_the_operator_of_the_page_computes_the_same_text(tmp_path: Path) -> None:
     record, kernel = examples("An operator")
     (tmp_path / "my_operators.py").write_text(record)

@@ -67,30 +67,6 @@ def test_prompts_that_follow_the_old_ones_are_completed_and_half_a_character_is_
     complete(tmp_path, "import", "\ud800").check_refusal("'\\ud800'")
 
 
-ADAPTIVE = (
-    "task=generate", "model=tiny-draft", "draft=ngram", "speculation.num_draft_tokens=auto", "sampling=greedy",
-    "max_new_tokens=24",
-)  # fmt: skip
-
-
-@pytest.mark.heavy
-def test_a_run_that_chooses_k_measures_once_and_is_resumed_with_the_same_costs(tmp_path: Path) -> None:
-    (tmp_path / "p.txt").write_text("import\nfrom\n")
-    words = (*ADAPTIVE, f"prompts={tmp_path}/p.txt", f"run_dir={tmp_path}/run")
-    assert launch(*words).code == 0
-    costs, file = tmp_path / "run" / "round_costs.json", tmp_path / "run" / "run.jsonl"
-    measured, (first, second) = costs.read_text(), file.read_text().splitlines()
-    assert {cost["num_tokens"] for cost in json.loads(measured)["rounds"]} == {0, 1, 2, 3, 4, 6, 8}
-    file.write_text(first + "\n")
-    ended = launch(*words)
-    assert costs.read_text() == measured
-    again = ended.lines[1]
-    assert again["text"] == json.loads(second)["text"]
-    assert len(again["draft_lengths"]) == again["num_rounds"]
-    fast = ended.summary["speculative"]
-    assert sum(fast["drafted_histogram"]) == fast["num_rounds"]
-
-
 @pytest.mark.parametrize("kind", [slow("granitemoehybrid, dense"), slow("kimi_linear"), heavy("qwen3_next")])
 def test_a_hybrid_goes_on_with_the_texts_of_an_undisturbed_run(kind: str, tmp_path: Path) -> None:
     """Samples of a prompt share its states, rows are refilled, and what is missing is made in other batches."""
@@ -136,15 +112,6 @@ def test_a_line_whose_text_no_ids_of_the_model_have_is_damaged(
     file.write_text(f"{first}\n")
     assert complete(tmp_path, "import", "一\x1b").code == 0
     assert texts(tmp_path / "run")[1] == json.loads(second)["text"]
-
-
-@pytest.mark.seconds
-@pytest.mark.parametrize("content", ['{"rounds": [], "catch_up_seconds": []}', slow("[NaN]")])
-def test_damaged_costs_are_a_sentence(content: str, tmp_path: Path) -> None:
-    words = (*ADAPTIVE, "prompt=import", f"run_dir={tmp_path}/run")
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "round_costs.json").write_text(content)
-    launch(*words).check_refusal("round_costs.json of run_dir ", "delete it to measure again")
 
 
 @pytest.mark.seconds

@@ -1,4 +1,4 @@
-"""Chooses how many tokens each round drafts: always K, or whatever made most tokens per second so far.
+"""Chooses how many tokens each round drafts: whatever made most tokens per second so far.
 
 An `AdaptiveLength` knows what each choice costs (constants, measured once and agreed before the first round) and how
 many drafted tokens earlier rounds accepted (results that all ranks read alike). It uses no clock, so all ranks choose
@@ -14,7 +14,7 @@ a round probes one. Probes may take `PROBE_SHARE` of the time.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from llama_ssp.architectures.engine import CATCH_UP_CHUNK
+from llama_ssp.speculate.engine.lengths import FixedLength, num_chunks
 from llama_ssp.speculate.engine.round import DraftChoice
 
 PROBE_SHARE = 0.015
@@ -27,28 +27,6 @@ MEMORY_ROUNDS = 100
 """Observations count by their age: this many rounds of the drafter back, by 1 / e."""
 PRIOR_WEIGHT = 8.0
 """Rounds that the prior, or the estimate of the token before, counts for."""
-
-
-class FixedLength:
-    """Chooses the drafts of a run: K tokens in every round.
-
-    Attributes:
-        choices: whatever `choose` may return, but for `num_unread`.
-    """
-
-    def __init__(self, num_draft_tokens: int) -> None:
-        self.choices: tuple[DraftChoice, ...] = (DraftChoice(num_draft_tokens),)
-
-    def choose(self, num_skipped: Sequence[int]) -> DraftChoice:  # noqa: ARG002
-        """Choose for the next round; `num_skipped` are the tokens that each drafter has to read first."""
-        return self.choices[0]
-
-    def reads_at_once(self, source: int) -> bool:  # noqa: ARG002
-        """Whether a drafter reads new prompts as they come, not only once it drafts for them."""
-        return True
-
-    def observe(self, choice: DraftChoice, num_accepted: Sequence[int]) -> None:
-        """Learn how many drafted tokens of a round each running row accepted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,8 +141,3 @@ class _Source:
             reached *= estimate
             tokens.append(tokens[-1] + reached)
         self._tokens = {choice: tokens[choice.num_tokens] for choice in self._costs}
-
-
-def num_chunks(num_skipped: int) -> int:
-    """Chunks of `CATCH_UP_CHUNK` to read for the tokens that were skipped: a power of two, for few kinds of rounds."""
-    return 1 << (-(-num_skipped // CATCH_UP_CHUNK) - 1).bit_length() if num_skipped else 0

@@ -1,0 +1,64 @@
+"""What may choose K, the drafted tokens of a round, in place of one number: records that checks, plans and runs ask."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from llama_ssp.catalogue import ModelShape
+from llama_ssp.registry import Registry
+from llama_ssp.words import listed
+
+
+def fastest(seconds: Mapping[int, float]) -> int:
+    """The K that takes the fewest seconds per token."""
+    return min(seconds, key=seconds.__getitem__)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LengthChooser:
+    """One way to choose K for each round, 0 too.
+
+    Attributes:
+        name: value of `speculation.num_draft_tokens`.
+        purpose: what `--help` says that it does.
+        lengths: the other K that it chooses from, by the shape of the draft's model; None has no shape.
+        make: `module:function` that makes a `speculate.engine.lengths.FixedLength` for a decoder, once and on all
+            ranks, from decoder, config, `num_slots` in the middle of the longest text, `comm`, and the run's `folder`
+            or None.
+        simulate: `module:function` that makes the same from the costs of rounds by `DraftChoice`, and the `acceptance`
+            that is expected of each drafter; None if it needs more.
+        priced: K of the rounds that a plan prices, from the seconds per token by K.
+        finds_best: it finds the K with the most tokens per second, and drafts nothing where drafts lose: plans take it
+            for no slower than plain decoding, and name it where they do not know the best K.
+    """
+
+    name: str
+    purpose: str
+    lengths: Callable[[ModelShape | None], tuple[int, ...]]
+    make: str
+    simulate: str | None = None
+    priced: Callable[[Mapping[int, float]], int] = fastest
+    finds_best: bool = False
+
+
+CHOOSERS: Registry[LengthChooser] = Registry(setting="speculation.num_draft_tokens", kind=LengthChooser)
+register = CHOOSERS.register
+
+
+def chooser_named(number: int | str) -> LengthChooser | None:
+    """What chooses K by this name; None for a number, and for an unknown name."""
+    return CHOOSERS.find(number) if isinstance(number, str) else None
+
+
+def choosers_said() -> str:
+    """The settings that let something choose K; empty without one."""
+    return listed([f"{CHOOSERS.setting}={name}" for name in CHOOSERS.all()], "or")
+
+
+def finder() -> LengthChooser | None:
+    """What finds the best K during a run, if anything here does."""
+    return next((one for one in CHOOSERS.all().values() if one.finds_best), None)
+
+
+def longest(number: int | str, draft: ModelShape | None) -> int:
+    """K, or the largest K of what chooses it; raises ConfigError for an unknown name."""
+    return max(CHOOSERS.of(number).lengths(draft)) if isinstance(number, str) else number
