@@ -68,8 +68,9 @@ def test_what_chooses_k_on_the_page_decides_what_rounds_draft(tmp_path: Path) ->
     (tmp_path / "my_record.py").write_text(record)
     (tmp_path / "my_lengths.py").write_text(chooser)
     (tmp_path / "conf").mkdir()
-    words = ["task=generate", "quiet=true", "model.dtype=fp32", "sampling=greedy", "max_new_tokens=24", "prompt=import"]
+    words = ["task=generate", "quiet=true", "model.dtype=fp32", "sampling=greedy", "max_new_tokens=24"]
     ways = {"halving": ["speculation.num_draft_tokens=halving"], "plain": ["draft=none"]}
+    words.append("prompt=class A")
     made = {}
     for name, way in ways.items():
         ended = launch(tmp_path, *words, *way, f"run_dir={tmp_path / name}", plugins="my_record")
