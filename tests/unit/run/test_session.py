@@ -21,15 +21,18 @@ from llama_ssp.run.requests import PromptRequest
 from llama_ssp.run.results import excerpts
 from llama_ssp.run.session import Session, to_line
 from llama_ssp.run.tuning import make_ready
-from llama_ssp.settings.schema import PlacementConfig, SpeculationConfig
+from llama_ssp.settings.lengths import CHOOSERS
+from llama_ssp.settings.schema import PlacementConfig, RunConfig, SpeculationConfig
 from llama_ssp.speculate.drafters.drafter import Drafter
 from llama_ssp.speculate.engine.completion import RowCompletion
+from llama_ssp.speculate.engine.lengths import FixedLength
 from llama_ssp.speculate.engine.loop import Decoder
 from llama_ssp.speculate.engine.round import DraftChoice
 from llama_ssp.speculate.sampling.rules import Rule
 from llama_ssp.weights import hub
 from tests.helpers.decoders import make_decoder, parts_of
 from tests.helpers.in_process import launch
+from tests.helpers.lengths import FINDER
 from tests.helpers.prefix_runner import PrefixRunner
 from tests.helpers.recorded import FakeRecorder
 from tests.helpers.rooms import copies, copying
@@ -167,3 +170,28 @@ def test_the_first_prompts_are_shown_once_each_in_the_best_mode(tokenizer: PreTr
     assert len(found[0].prompt) < 1000
     plain = replace(PLAIN, token_ids=tokenizer.encode("import os", add_special_tokens=False))
     assert [each.spans for each in excerpts([plain], tokenizer)] == [[Span(text="import os", drafted=False)]]
+
+
+def test_what_chooses_k_is_made_once_for_a_decoder_that_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = list[int]()
+
+    class Two(FixedLength):
+        """Some other way to choose."""
+
+    def make(_decoder: Decoder, _config: RunConfig, *, num_slots: int, **_more: object) -> FixedLength:
+        made.append(num_slots)
+        return Two(2)
+
+    monkeypatch.setattr("llama_ssp.run.tuning.imported", lambda *_, **__: make)
+    CHOOSERS.all()
+    monkeypatch.setitem(CHOOSERS.records, "found", FINDER)
+    config = replace(load("tiny", "tiny-draft").config, speculation=SpeculationConfig(num_draft_tokens="found"))
+    target = PrefixRunner()
+    for draft, wanted in ((PrefixRunner(seed=1), [FixedLength, Two, Two]), (None, [FixedLength] * 3)):
+        decoder = make_decoder(target, draft, num_draft_tokens=4)
+        kinds: list[type[FixedLength]] = [type(decoder.length)]
+        for _ in range(2):
+            make_ready(decoder, [request()], config, comm=Comm.single())
+            kinds.append(type(decoder.length))
+        assert kinds == wanted
+    assert made == [12]

@@ -68,12 +68,11 @@ def test_what_chooses_k_on_the_page_decides_what_rounds_draft(tmp_path: Path) ->
     (tmp_path / "my_record.py").write_text(record)
     (tmp_path / "my_lengths.py").write_text(chooser)
     (tmp_path / "conf").mkdir()
-    words = ["task=generate", "quiet=true", "model.dtype=fp32", "sampling=greedy", "max_new_tokens=24"]
-    ways = {"halving": ["speculation.num_draft_tokens=halving"], "plain": ["draft=none"]}
-    words.append("prompt=class A")
+    words = ["task=generate", "model.dtype=fp32", "sampling=greedy", "max_new_tokens=24", "prompt=class A"]
+    ways = {"halving": "speculation.num_draft_tokens=halving", "plain": "draft=none"}
     made = {}
     for name, way in ways.items():
-        ended = launch(tmp_path, *words, *way, f"run_dir={tmp_path / name}", plugins="my_record")
+        ended = launch(tmp_path, *words, way, f"run_dir={tmp_path / name}", plugins="my_record")
         assert ended.returncode == 0, ended.stderr
         (made[name],) = lines(tmp_path / name)
     assert made["halving"]["token_ids"] == made["plain"]["token_ids"]
@@ -82,7 +81,7 @@ def test_what_chooses_k_on_the_page_decides_what_rounds_draft(tmp_path: Path) ->
         wanted.append((1, 2, 4)[place])
         place = min(place + 1, 2) if accepted == wanted[-1] else max(place - 1, 0)
     assert (made["halving"]["draft_lengths"], {*wanted} > {4}) == (wanted, True)
-    refused = launch(tmp_path, *words, *ways["halving"], "speculation.tree=2x2", plugins="my_record")
+    refused = launch(tmp_path, *words, ways["halving"], "speculation.tree=2x2", plugins="my_record")
     assert (refused.returncode, "needs equal rounds: leave speculation.num_draft_tokens=halving" in refused.stderr) == (
         2, True,
     )  # fmt: skip
