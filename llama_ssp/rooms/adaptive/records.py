@@ -14,6 +14,10 @@ def lengths_for(draft: ModelShape | None) -> tuple[int, ...]:
 
 
 AUTO = LengthChooser(
-    name="auto", purpose="chooses it for each round", lengths=lengths_for, make="llama_ssp.rooms.adaptive.costs:make",
-    simulate="llama_ssp.rooms.adaptive.costs:of_costs", finds_best=True,
-)  # fmt: skip
+    name="auto",
+    purpose="chooses it for each round",
+    lengths=lengths_for,
+    make="llama_ssp.rooms.adaptive.costs:make",
+    simulate="llama_ssp.rooms.adaptive.costs:of_costs",
+    finds_best=True,
+)

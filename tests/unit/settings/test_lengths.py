@@ -1,6 +1,5 @@
 """What chooses K for each round is a record: settings, help and plans ask it, and without one they name none."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -20,7 +19,7 @@ A100 = hardware.load("8xa100_80gb")
 
 
 @pytest.fixture
-def only(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, LengthChooser]]:
+def only(monkeypatch: pytest.MonkeyPatch) -> dict[str, LengthChooser]:
     """The records of this test, in place of those of rooms."""
     CHOOSERS.all()
     records: dict[str, LengthChooser] = {}
