@@ -1,4 +1,4 @@
-"""What may choose K, the drafted tokens of a round, in place of one number: records that checks, plans and runs ask."""
+"""Records of what may choose K, the drafted tokens of a round, in place of one number: checks, plans and runs ask."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -45,7 +45,7 @@ register = CHOOSERS.register
 
 
 def chooser_named(number: int | str) -> LengthChooser | None:
-    """What chooses K by this name; None for a number, and for an unknown name."""
+    """The record of this name; None for a number, and for an unknown name."""
     return CHOOSERS.find(number) if isinstance(number, str) else None
 
 
@@ -55,7 +55,7 @@ def choosers_said() -> str:
 
 
 def finder() -> LengthChooser | None:
-    """What finds the best K during a run, if anything here does."""
+    """The first chooser that finds the best K during a run, if there is one."""
     return next((one for one in CHOOSERS.all().values() if one.finds_best), None)
 
 

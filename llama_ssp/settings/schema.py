@@ -211,7 +211,7 @@ class SpeculationConfig:
 
     @property
     def chooser(self) -> LengthChooser | None:
-        """What chooses K for each round; None for one K, for trees, and for an unknown name."""
+        """The record of what chooses K for each round; None for one K, for trees, and for an unknown name."""
         return None if self.tree else chooser_named(self.num_draft_tokens)
 
     @property

@@ -33,8 +33,11 @@ def missing_in(text: str) -> str | None:
     found = re.search(r"needs llama_ssp/rooms/(\w+), which this installation lacks", text)
     files = re.findall(r"^(\S+\.py):\d+: ", text, re.MULTILINE)
     if files and files[-1].startswith(("tests/", "benchmarks/", "training/")):
-        found = found or re.search(r"No module named 'llama_ssp\.rooms\.(\w+)", text)
-    return f"llama_ssp/rooms/{found[1]}" if found and found[1] not in PRESENT else None
+        found = found or re.search(r"No module named '(?:llama_ssp|tests)\.rooms\.(\w+(?:\.\w+)?)", text)
+    if found is None:
+        return None
+    room = manifest.NEEDS.get(found[1], found[1].partition(".")[0])  # a module of a room goes with what it needs
+    return f"llama_ssp/rooms/{room}" if room not in PRESENT else None
 
 
 def copies(**settings: Any) -> DrafterConfig:

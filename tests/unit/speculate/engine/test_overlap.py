@@ -205,8 +205,8 @@ def test_a_round_that_cannot_be_recorded_keeps_what_is_in_flight(unrecordable: s
 @pytest.mark.seconds
 def test_messages_of_one_size_hold_all_that_top_k_leaves_also_of_equal_logits() -> None:
     """The draft draws from just so many tokens, of equal logits some; only these have probabilities."""
-
     need("cpu")
+
     def pair() -> tuple[PrefixRunner, PrefixRunner]:
         target, draft = near_pair(1.0)
         for each in (target, draft):
