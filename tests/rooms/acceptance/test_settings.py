@@ -4,6 +4,7 @@ import pytest
 
 from llama_ssp.rooms.acceptance.records import drafts_of
 from tests.helpers.composed import check_refused, compose_run
+from tests.helpers.rooms import need
 
 BAD = {
     "task=acceptance task.store=true weights=synthetic": "task.store has no effect with weights=synthetic",
@@ -27,10 +28,14 @@ BAD = {
 
 @pytest.mark.parametrize(("words", "sentence"), BAD.items())
 def test_a_bad_setting_gets_its_sentence(words: str, sentence: str) -> None:
+    if "ngram" in words:
+        need("copies")
     check_refused(words, sentence)
 
 
 def test_the_first_of_the_drafts_is_that_of_the_run_unless_one_is_given() -> None:
+    for room in ("copies", "heads"):
+        need(room)
     config, _ = compose_run("task=acceptance", "task.drafts=[ngram,tiny-draft]")
     assert [*drafts_of(config)] == ["ngram", "tiny-draft"]
     config, _ = compose_run("task=acceptance", "draft=tiny-eagle", "task.drafts=[tiny-draft,tiny-eagle]")
