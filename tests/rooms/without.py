@@ -85,7 +85,7 @@ def python(folder: Path, *words: str, **variables: str) -> str:
     own = {**os.environ, **variables}
     ended = subprocess.run([sys.executable, *words], cwd=folder, env=own, capture_output=True, text=True, check=False)
     if ended.returncode:
-        sys.exit(f"{' '.join(words)}\n{ended.stdout[-6000:]}{ended.stderr[-6000:]}")
+        sys.exit(f"{' '.join(words)}\n{ended.stdout[-40_000:]}{ended.stderr[-6000:]}")
     return ended.stdout
 
 
