@@ -115,9 +115,8 @@ def _copied_parts(spec: PlanSpec) -> dict[int, _Part]:
     stages = range(0), range(terms.copied_layers), range(0)
     parts = _parts(model, spec.device, num_ranks=number, stages=stages)[number : 2 * number]
     return {
-        rank: replace(part, slot_bytes=0, row_bytes=0)
-        for rank, part in zip(spec.target_devices, parts, strict=True)
-    }  # fmt: skip
+        rank: replace(part, slot_bytes=0, row_bytes=0) for rank, part in zip(spec.target_devices, parts, strict=True)
+    }
 
 
 GRAPH_NODE_BYTES = 32 * 1024

@@ -511,6 +511,5 @@ def without_draft(spec: PlanSpec) -> PlanSpec:
     is_fixed = spec.backend.by_library or spec.num_stages > 1
     ranks = spec.target_ranks if is_fixed else spec.layout.ranks
     return replace(
-        spec, draft=None, free_draft=None, vocabulary=SAME, draft_ranks=(), target_ranks=ranks, tree=None,
-        overlap=False,
-    )  # fmt: skip
+        spec, draft=None, free_draft=None, vocabulary=SAME, draft_ranks=(), target_ranks=ranks, tree=None, overlap=False
+    )

@@ -260,9 +260,7 @@ def _rows_of_trees(trace: Trace, costs: CostsOfTrees, *, law: int, draft: str) -
         yield replace(row, num_draft_tokens=tree.num_nodes, tree=tree.text)
 
 
-def _row(
-    trace: Trace, replay: Replay, longest: int, cost: float, *, law: int, draft: str, rule: str
-) -> AcceptanceRow:  # fmt: skip
+def _row(trace: Trace, replay: Replay, longest: int, cost: float, *, law: int, draft: str, rule: str) -> AcceptanceRow:
     """A row of rounds that accept at most `longest` tokens."""
     texts, (tokens, low, high) = trace.texts(law), replay.tokens_per_round(longest)
     categories = trace.arrays["text_category"][texts]

@@ -122,9 +122,8 @@ def _sampled(session: Session, requests: list[PromptRequest]) -> list[FinishedTe
             session.complete(own, mode, Viewer())
     lines = from_rank_0(
         session.world.comm,
-        lambda: [[line.index, line.sample, line.token_ids] for line in session.folder.lines]
-        if session.folder else [],
-    )  # fmt: skip
+        lambda: [[line.index, line.sample, line.token_ids] for line in session.folder.lines] if session.folder else [],
+    )
     whole = {(request.index, request.sample): request for request in session.with_answers(requests, mode)}
     return [
         FinishedText(
@@ -177,9 +176,7 @@ def _require_room(session: Session, configs: Sequence[RunConfig]) -> None:
             )
 
 
-def _batches(
-    texts: Sequence[FinishedText], *, num_rows: int, context: int
-) -> Iterator[list[int]]:  # fmt: skip
+def _batches(texts: Sequence[FinishedText], *, num_rows: int, context: int) -> Iterator[list[int]]:
     """Divide texts, by number, into batches of one law and of similar lengths, which the context holds together."""
     order = sorted(range(len(texts)), key=lambda number: (texts[number].law, -len(texts[number].token_ids)))
     batch: list[int] = []

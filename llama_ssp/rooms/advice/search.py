@@ -313,9 +313,10 @@ def _series(target: PlannedModel, known: list[ModelConfig]) -> list[ModelConfig]
         ]  # fmt: skip
     series = {_unquantized(target.name), *catalogue.smaller_relatives(entry, known=known)}
     return [
-        other for other in catalogue.relatives(entry, known=known)
+        other
+        for other in catalogue.relatives(entry, known=known)
         if other.name in series and _prefix(other.name) == _prefix(target.name)
-    ]  # fmt: skip
+    ]
 
 
 def _unquantized(name: str) -> str:
