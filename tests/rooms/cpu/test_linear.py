@@ -27,6 +27,7 @@ from llama_ssp.rooms.cpu.linear import CompiledLinear, fits, native_floats, prod
 from llama_ssp.storage.formats import Product, format_of, formats
 from tests.helpers.four_bits import rounded
 from tests.helpers.lanes import pairs
+from tests.helpers.rooms import need
 
 OTHERS = {"plain": PlainLinear, "packed": PackedLinear, "half": HalfLinear}
 QUANTIZED = {form.compiled.kind: form.name for form in formats().values() if form.compiled}
@@ -195,6 +196,7 @@ def test_a_row_has_the_same_bits_alone(kind: str, num_rows: int, is_fused: bool)
 @pytest.mark.parametrize("kind", ["bytes", "fp8"])
 def test_the_bits_do_not_depend_on_how_many_registers_a_cpu_has(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Products cut rows and blocks by the number of registers; any CPU can run both cuts."""
+    need("eight_bits")
     layers = [fused(kind, gates=gates) for gates in (False, True)]
     monkeypatch.setattr("llama_ssp.rooms.cpu.code.linear.has_features", lambda names: not has_features(names))
     cut_otherwise = product_of(PRODUCTS[kind]._replace(kind=f"{kind}_cut_otherwise"))

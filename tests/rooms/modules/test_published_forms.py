@@ -27,6 +27,7 @@ from tests.helpers.edits import edit_config, edit_tensors
 from tests.helpers.models import build_checkpoint, refusal, tiny_model
 from tests.helpers.packed_checkpoints import pack_checkpoint
 from tests.helpers.planning import make_spec
+from tests.helpers.rooms import need
 
 SIZES = {
     "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -155,6 +156,7 @@ LONE_FILE = {"bits": 4, "group_size": 128, "damp_percent": 0.01, "desc_act": Fal
 def test_a_quantization_in_another_place_is_found(
     content: dict[str, Any], file: dict[str, Any], method: str, tmp_path: Path
 ) -> None:
+    need("eight_bits")
     save(tmp_path, {"model_type": "llama", **SIZES, **content})
     if file:
         (tmp_path / "quantize_config.json").write_text(json.dumps(file))
@@ -166,6 +168,7 @@ def test_a_quantization_in_another_place_is_found(
 
 
 def test_a_file_with_one_dense_matrix_of_a_product_is_refused_by_plans_too(tmp_path: Path) -> None:
+    need("eight_bits")
     dense = ["lm_head", "model.layers.1.self_attn.k_proj"]
     save(tmp_path, {"model_type": "llama", **SIZES, "quantization_config": {
         **OLD_NAME["compression_config"], "quant_method": "compressed-tensors", "ignore": dense,
@@ -178,6 +181,7 @@ def test_a_file_with_one_dense_matrix_of_a_product_is_refused_by_plans_too(tmp_p
 
 def test_packed_experts_without_a_gate_are_refused_by_plans_too(tmp_path: Path) -> None:
     """As of Nemotron 3 Nano in FP8: runs find it in the tensors."""
+    need("eight_bits")
     build_checkpoint(tmp_path / "origin", "nemotron_h, experts")
     pack_checkpoint(tmp_path / "origin", tmp_path / "packed", tmp_path / "plain", "float, one scale")
     with pytest.raises(CheckpointError, match=r"not so for .*experts\.down_proj, .*: use an unquantized checkpoint"):

@@ -76,15 +76,20 @@ def serving(
         config=config, models=pair.models, world=pair.world, plan=None, folder=None,
         stop_request=StopRequest(),
     )  # fmt: skip
-    inbox = Inbox(task.max_waiting)
+    inbox, is_made = Inbox(task.max_waiting), threading.Event()
 
     def decode() -> None:
         with torch.inference_mode():
-            Service(session, inbox, length=length_of(config, pair.models.context)).run()
+            try:
+                service = Service(session, inbox, length=length_of(config, pair.models.context))
+            finally:
+                is_made.set()
+            service.run()
 
     with Front(session, inbox) as front:
         decoding = threading.Thread(target=decode)
         decoding.start()
+        is_made.wait()  # it traces, and leaves out warnings, which this thread must not take in meanwhile
         try:
             yield Server(int(front.address.rpartition(":")[2].partition("/")[0]), inbox, session, front._socket)
         finally:

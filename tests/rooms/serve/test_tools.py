@@ -15,6 +15,7 @@ from llama_ssp.rooms.serve.tools import CallReader, MarkedText, tools_of
 from llama_ssp.settings.constraints import constraint_asked
 from llama_ssp.speculate.engine.masks import forbidden
 from tests.helpers.lanes import first, grid
+from tests.helpers.rooms import need
 from tests.rooms.serve.server import Server, serving
 
 TEMPLATES = {
@@ -307,6 +308,8 @@ DEEP_CALL = {"id": "a", "function": {"name": "weather", "arguments": '{"a":' * 3
 def test_what_cannot_be_called_is_refused_by_a_field(
     served: Pair, monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any], param: str
 ) -> None:
+    if "guided_regex" in asked:
+        need("grammars")
     monkeypatch.setattr(served.tokenizer, "chat_template", template_of("hermes"))
     with pytest.raises(RequestError) as error:
         reader_of(served).read(CHAT | asked, is_chat=True)
