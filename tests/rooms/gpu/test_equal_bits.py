@@ -20,6 +20,7 @@ from llama_ssp.settings.compose import compose, to_run_config
 from llama_ssp.settings.schema import RunConfig
 from tests.helpers.doors import config_of
 from tests.helpers.models import build_checkpoint
+from tests.helpers.rooms import need
 
 GREEDY = "sampling=greedy"
 REFUSED = {
@@ -43,6 +44,8 @@ def config(words: str) -> RunConfig:
 
 @pytest.mark.parametrize(("words", "sentence"), REFUSED.items())
 def test_settings_that_are_in_the_way_on_a_gpu_are_named(words: str, sentence: str) -> None:
+    if "nf4" in words:
+        need("bitsandbytes")
     with pytest.raises(ConfigError, match=f"^reproducible=true needs .*{sentence}"):
         check_values(config(words))
 

@@ -276,6 +276,7 @@ def test_a_step_reads_the_bytes_of_the_plan(tmp_path: Path, num_slots: int, rota
 @pytest.mark.parametrize("layout", ["fp8", "compressed-tensors"])
 def test_packed_weights_that_attention_reads_are_unpacked_and_all_others_stay(tmp_path: Path, layout: str) -> None:
     """As DeepSeek V3 is published, in blocks of FP8: the logits are those of the numbers that the files stand for."""
+    need("four_bits")
     need("eight_bits")
     wide: dict[str, Any] = {
         "hidden_size": 256, "intermediate_size": 256, "q_lora_rank": 128, "kv_lora_rank": 128, "v_head_dim": 32,

@@ -156,6 +156,7 @@ LONE_FILE = {"bits": 4, "group_size": 128, "damp_percent": 0.01, "desc_act": Fal
 def test_a_quantization_in_another_place_is_found(
     content: dict[str, Any], file: dict[str, Any], method: str, tmp_path: Path
 ) -> None:
+    need("four_bits")
     need("eight_bits")
     save(tmp_path, {"model_type": "llama", **SIZES, **content})
     if file:
