@@ -254,6 +254,7 @@ class _Reads(TorchDispatchMode):
 @pytest.mark.parametrize("num_slots", [128, 2048])
 def test_a_step_reads_the_bytes_of_the_plan(tmp_path: Path, num_slots: int, rotary: int) -> None:
     """Weights once; latents once by the CPU's operator, by torch's for scores and for their sums; no others."""
+    need("cpu")
     machine = hardware.load("laptop_cpu")
     sizes = {"qk_rope_head_dim": rotary, "head_dim": rotary, "max_position_embeddings": 4096}
     model = tiny_model("deepseek_v3", **LONG_RANK | sizes)
