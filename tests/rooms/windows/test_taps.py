@@ -28,6 +28,7 @@ from tests.helpers.decoders import ScriptedLength, complete, make_decoder, parts
 from tests.helpers.fake_comm import on_ranks, thread_comms
 from tests.helpers.head_drafts import NUM_DRAFTED, Seen, make_head_decoder
 from tests.helpers.lanes import heavy
+from tests.helpers.rooms import need
 from tests.rooms.windows.test_heads import TAPPED, loaded, windowed
 
 WINDOW, SINKS, CPU = 8, 2, torch.device("cpu")
@@ -143,6 +144,7 @@ def test_a_head_that_begins_anew_behind_a_shared_beginning_has_the_drafts_of_a_t
     tmp_path: Path,
 ) -> None:
     """Every second round is without drafts; the beginning is of a row that goes on."""
+    need("cpu")
     target, origin = draft_heads.save_small_pair(tmp_path, of_head=TAPPED)
     runner, header, (kind, config) = loaded(target), tuple(range(40, 100)), windowed("no first tokens")
     prompts, laws = [(*header, 1), (5, 6), (*header, 7, 8)], list[dict[tuple[int, ...], Tensor]]()
