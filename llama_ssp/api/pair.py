@@ -417,6 +417,8 @@ class Pair:
 
     def _read_weights(self, given: Mapping[str, NewWeights | None]) -> list[ModelConfig | WeightsInMemory | None]:
         sources, found = self.models.sources, list[ModelConfig | WeightsInMemory | None]()
+        if all(new is None for new in given.values()):
+            raise ConfigError("an update needs new weights: give model=, draft= or both")
         if given["draft"] is not None and (len(sources) == 1 or head_in_target(sources[1].entry.name)):
             drafted = draft_label(self.config.draft)
             raise ConfigError(f"draft={drafted} has no weights of its own: leave draft out of the update")

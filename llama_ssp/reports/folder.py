@@ -4,6 +4,7 @@ Only rank 0 opens a run folder; `runs` reads finished ones. docs/reference/runs.
 the log files; `records` defines lines and summary.
 """
 
+import errno
 import fcntl
 import json
 import os
@@ -30,6 +31,8 @@ CHANGEABLE = (
     "model.path", "draft.model.path",
 )  # fmt: skip
 """Keys of a config, with all below them, that may change when a run is resumed; each task adds some of its own."""
+_NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP})
+"""Error numbers of file systems without locks, as clusters have them."""
 MOST_STATUS_BYTES = 4096
 _MOST_CHANGED, _MOST_SHOWN_CHARS = 10, 200
 """Most changed settings that are named, and most characters shown of each value."""
@@ -46,7 +49,10 @@ _Keyed = TypeVar("_Keyed", bound=_HasKey)
 
 
 class RunFolder(AbstractContextManager["RunFolder"]):
-    """An open run folder: its path, completions, results of the task; a context manager that releases the lock."""
+    """An open run folder: its path, completions, results of the task; a context manager that releases the lock.
+
+    `is_locked` is false on a file system without locks, where another run with the folder is not noticed.
+    """
 
     def __init__(self, path: Path, config_yaml: str, results: type[Any] | None = None) -> None:
         """Create the folder, or reopen it to resume its run, and mark it as running.
@@ -57,7 +63,7 @@ class RunFolder(AbstractContextManager["RunFolder"]):
         self.path = path
         with _explained(path):
             path.mkdir(parents=True, exist_ok=True)
-        self._lock = _locked(path / "lock")
+        self._lock, self.is_locked = _locked(path / "lock")
         try:
             self._keep_config(config_yaml)
             self.lines = self._recover("run.jsonl", CompletionLine, made="completion")
@@ -252,8 +258,9 @@ def _write_status(run_dir: Path, status: str) -> None:
             os.fsync(stream.fileno())
 
 
-def _locked(file: Path) -> BinaryIO:
-    """Take the lock; the kernel releases it when this process ends, however it ends."""
+def _locked(file: Path) -> tuple[BinaryIO, bool]:
+    """Take the lock, if there are any; the kernel releases it when this process ends, however it ends."""
+    is_locked = True
     with _explained(file), ExitStack() as closing:
         lock = closing.enter_context(file.open("a+b"))
         try:
@@ -264,10 +271,14 @@ def _locked(file: Path) -> BinaryIO:
             raise ConfigError(
                 f"run_dir={file.parent} is in use by {owner}; wait for its end, or name another run_dir"
             ) from None
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            is_locked = False
         lock.truncate(0)
         os.write(lock.fileno(), f"process {os.getpid()} on {platform.node()}\n".encode())
         closing.pop_all()
-    return lock
+    return lock, is_locked
 
 
 def _append(file: Path, line: bytes) -> None:
@@ -290,11 +301,12 @@ def _write_whole(file: Path, text: str) -> None:
             draft.unlink(missing_ok=True)  # a part of it would waste space on a full disk
             raise
         draft.replace(file)
-        folder = os.open(file.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        with suppress(OSError):  # some file systems cannot sync a folder
+            folder = os.open(file.parent, os.O_RDONLY)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)
 
 
 @contextmanager

@@ -51,6 +51,7 @@ class CompletionLine(Line):
     Attributes:
         examined_lengths: for each round, `completion.num_examined`.
         is_lossless: the text is the target's; false with `speculation.forced_lengths`.
+        last_message: of a list of messages, the last one's fields without its content, which is `prompt`.
         share_s: wall time over the rows of the batch and the replicas; `ms / 1000` for one row without replicas.
     """
 
@@ -76,6 +77,7 @@ class CompletionLine(Line):
     question_id: str | None = None
     category: str | None = None
     messages: list[dict[str, str]] | None = None
+    last_message: dict[str, str] | None = None
     fields: dict[str, Any] = field(default_factory=dict)
     first_token_ms: float | None = None
     is_lossless: bool = True

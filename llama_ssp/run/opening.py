@@ -95,6 +95,8 @@ def _open_folder(config: RunConfig, world: World, stack: ExitStack) -> RunFolder
     config.run_dir = world.comm.broadcast_text(str(config.run_dir))
     stack.callback(_close_logs)
     _open_logs(Path(config.run_dir), rank=world.comm.rank)
+    if folder and not folder.is_locked:
+        _log.warning("run_dir=%s is on a file system without locks: let no other run use it meanwhile", folder.path)
     return folder
 
 

@@ -77,6 +77,11 @@ class Prompt:
     place: str = field(default="", compare=False)
 
     @property
+    def last_message(self) -> Message | None:
+        """Of a list of messages, the fields of the last one but its content."""
+        return None if self.messages is None else {"role": self.role} | self.more
+
+    @property
     def called(self) -> str:
         """Its name in an error: where it stands, the id of its record, and how it begins."""
         own_id = self.question_id or next((str(self.fields[name]) for name in _IDS if name in self.fields), "")

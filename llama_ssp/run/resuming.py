@@ -105,7 +105,9 @@ def check_lines(lines: Sequence[CompletionLine], config: RunConfig, prompts: Seq
         return
     for line in sorted(lines, key=lambda line: line.index):
         prompt = prompts[line.index] if line.index < len(prompts) else None
-        old, new = _whole(line.messages, line.prompt), _whole(prompt.messages, prompt.text) if prompt else None
+        last = prompt.last_message if prompt else None
+        new = _whole(prompt.messages, last, prompt.text) if prompt else None
+        old = _whole(line.messages, line.last_message or last, line.prompt)  # earlier versions did not record it
         if prompt and (new, len(prompt.earlier)) == (old, line.turn):
             continue
         num_same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(new or "", old, strict=False)))
@@ -153,6 +155,6 @@ def _named(line: CompletionLine) -> str:
     return f"prompt {line.index + 1} sample {line.sample + 1} ({line.mode})"
 
 
-def _whole(messages: Sequence[Message] | None, text: str) -> str:
-    """A prompt with the messages before it, to compare it with another."""
-    return "\n".join([*(f"{message['role']}: {message['content']}" for message in messages or ()), text])
+def _whole(messages: Sequence[Message] | None, last: Message | None, text: str) -> str:
+    """All that a chat template reads of a prompt, to compare it with another."""
+    return text if messages is None else json.dumps([*messages, {**(last or {}), "content": text}], ensure_ascii=False)

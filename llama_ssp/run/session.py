@@ -358,7 +358,7 @@ def to_line(session: Session, completion: RowCompletion, mode: str) -> Completio
         **{f"{part}_s": seconds for part, seconds in part_s.items()},
         draft_lengths=completion.draft_lengths if speculates and config.speculation.chooser else None,
         turn=len(prompt.earlier), question_id=prompt.question_id, category=prompt.category,
-        messages=prompt.messages, fields=dict(prompt.fields),
+        messages=prompt.messages, last_message=prompt.last_message, fields=dict(prompt.fields),
         first_token_ms=completion.first_token_s * 1e3,
         is_lossless=not (speculates and config.speculation.forced_lengths),
     )  # fmt: skip

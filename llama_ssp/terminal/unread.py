@@ -1,6 +1,7 @@
-"""Detects that the reader of a stream is gone: it closed the pipe, or the terminal hung up.
+"""Detects that the reader of a stream is gone: it closed the pipe, or the terminal hung up; or there never was one.
 
-A closed pipe ends a run (`terminal`). A terminal that hangs up does not; SIGHUP ends the runs that must end with it.
+A closed pipe ends a run (`terminal`). A terminal that hangs up does not; SIGHUP ends the runs that must end with it. A
+stream that was closed before the start (`2>&-`) is the null device.
 """
 
 import errno
@@ -15,6 +16,18 @@ from typing import IO
 from llama_ssp.words import visible
 
 _USUAL_COLUMNS = 80
+
+
+def open_closed() -> None:
+    """Open the null device for each standard stream that this process was started without.
+
+    The next file of the process would have the number of the stream, and get what libraries write to that.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            number = os.open(os.devnull, os.O_RDWR)  # the lowest one that is free: this stream's
+            os.set_inheritable(number, True)
+            setattr(sys, name, os.fdopen(number, mode))
 
 
 @contextmanager
@@ -51,7 +64,9 @@ def silence(stream: IO[str]) -> None:
 
 
 def complain(sentence: str) -> None:
-    """Write a sentence to standard error, unless its reader is gone: on a terminal wrapped between words."""
+    """Write a sentence to standard error, unless it is closed or its reader is gone: on a terminal wrapped."""
+    if sys.stderr is None or sys.stderr.closed:
+        return
     lines = visible(sentence).split("\n")
     if sys.stderr.isatty():
         width = os.get_terminal_size(sys.stderr.fileno()).columns or _USUAL_COLUMNS

@@ -5,13 +5,14 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 from llama_ssp.errors import ConfigError, InterruptedRun, unknown_name
 from llama_ssp.ranks.process import handle_signals, heeded_signals, ignore_signals, read_ranks
 from llama_ssp.registry import imported
-from llama_ssp.terminal.unread import complain, until_unread
+from llama_ssp.terminal.unread import complain, open_closed, until_unread
 
 if TYPE_CHECKING:  # imports nothing slow before Ctrl-C is handled
     from llama_ssp.settings.commands import Command
@@ -26,6 +27,7 @@ def main(words: Sequence[str] | None = None, *, num_ranks: int | None = None) ->
     Nothing slow is imported before Ctrl-C is handled; each command imports what it needs. `num_ranks` is the number of
     ranks of `run` where the words do not say; by default one for each GPU.
     """
+    open_closed()
     handle_signals(_end_at_once)
     # `llama-ssp run` starts its ranks with the signals blocked, which then wait until here.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, heeded_signals())
@@ -59,14 +61,24 @@ def _exit_code(words: list[str], num_ranks: int | None) -> int:
 
         return run.main(words)
     command = COMMANDS.find(name)
-    if command is None:
-        complain(_unknown_command(words, sorted(COMMANDS.all())))
-        return 2
+    problem = _gone() if command else _unknown_command(words, sorted(COMMANDS.all()))
+    if command is None or problem:
+        complain(problem)
+        return ConfigError.exit_code
     if command.run:
         return int(imported(command.run, setting=name)(rest))
     from llama_ssp.run.commands import own_ranks  # noqa: PLC0415 - see main
 
     return own_ranks.main(of_task(command, rest) if command.task else rest, num_ranks=num_ranks)
+
+
+def _gone() -> str:
+    """Report a working folder that has been removed: Hydra, torch and relative paths need it. Empty if it is there."""
+    try:
+        Path.cwd()
+    except OSError as error:
+        return f"the working folder is gone ({str(error.strerror).lower()}): change to a folder that exists"
+    return ""
 
 
 def _unknown_command(words: Sequence[str], known: Sequence[str]) -> str:

@@ -142,3 +142,22 @@ def test_texts_without_a_structure_are_as_before(pair: Pair) -> None:
         [request] = reader.read({"prompt": "x", "response_format": value}, is_chat=False).completions
         assert request.sampling == whole(SamplingConfig)(**vars(request.sampling))
     assert refusal_of(GrammarSampling(choice=["a"])) is None
+
+
+def test_the_examples_of_the_page_have_the_languages_that_it_says() -> None:
+    """Its lexer is greedy, and a terminal as a whole is not."""
+    page = (ROOT / "llama_ssp/rooms/grammars/page.md").read_text()
+    greedy, whole_ones = re.findall(r"```lark\n(.*?)```", page, re.DOTALL)
+    toy = Vocabulary(ByteTokens(), 256, (0,))
+
+    def is_allowed(text: str, grammar: str) -> bool:
+        found = begin(GrammarSampling(grammar=grammar), toy)
+        for byte in text.encode():
+            found.extend(byte)
+        return found.may_end
+
+    for text in ("ac", "abc", "bbc", "ababc", "abbbc"):
+        assert is_allowed(text, greedy)
+        assert is_allowed(text, whole_ones), text
+    assert [is_allowed("abbc", grammar) for grammar in (greedy, whole_ones)] == [False, True]
+    assert not is_allowed("bc", whole_ones)

@@ -243,3 +243,8 @@ def test_names_that_torch_s_wrappers_add_to_are_read(tmp_path: Path, wrapped: st
     assert texts(pair) != expected
     pair.update(named)
     assert texts(pair) == expected
+
+
+def test_an_update_without_weights_is_one_sentence() -> None:
+    with pytest.raises(ConfigError, match=r"^an update needs new weights: give model=, draft= or both$"):
+        load("tiny-draft").update()

@@ -18,6 +18,7 @@ from llama_ssp.reports.tables import Cell, Table
 from llama_ssp.terminal.progress import Pace, ProgressView, RunProgress
 from llama_ssp.terminal.tables import closing_line, summary_table
 from llama_ssp.terminal.terminal import Output, Terminal
+from llama_ssp.terminal.unread import complain
 from tests.helpers import runs
 from tests.helpers.runs import CELL, FAST, PLAIN, summary
 from tests.helpers.terminals import OnTerminal
@@ -386,3 +387,11 @@ def test_a_long_load_has_a_line_in_bytes_after_ten_seconds_and_every_minute() ->
         "target 20.0/130.0 GB 1.2 GB/s 01:28 left",
         "target 100.0/130.0 GB 1.2 GB/s 00:24 left",
     ]
+
+
+def test_a_sentence_for_a_closed_standard_error_is_lost_without_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed = StringIO()
+    closed.close()
+    for stream in (None, closed):
+        monkeypatch.setattr(sys, "stderr", stream)
+        complain("Nobody hears this.")

@@ -222,3 +222,36 @@ def test_a_prompt_that_is_too_long_is_named_by_line_and_id_before_a_rank_starts(
     launch(*words, "too_long=skip", f"run_dir={folder}/none").check_refusal(
         "too long for the context, and left out: line 1"
     )
+
+
+CHAT: list[dict[str, str]] = [
+    USER | {"name": "Ann"}, {"role": "assistant", "content": "Yes?", "reasoning_content": "A greeting."},
+    USER | {"name": "Bob"},
+]  # fmt: skip
+
+
+@pytest.mark.seconds
+@pytest.mark.parametrize(
+    ("number", "change"),
+    [
+        (0, {"name": "Eve"}), (1, {"reasoning_content": "A call."}), (1, {"content": "No?"}), (2, {"name": "Eve"}),
+        (2, {"role": "assistant"}),
+    ],
+)  # fmt: skip
+def test_a_resumed_chat_has_all_that_its_template_reads(number: int, change: dict[str, str], folder: Path) -> None:
+    same = f"run_dir={folder}/chat"
+    before = ask_of_chats(folder, same, messages=CHAT).well().lines
+    assert ask_of_chats(folder, same, messages=CHAT).well().lines == before
+    changed = [message | (change if place == number else {}) for place, message in enumerate(CHAT)]
+    ask_of_chats(folder, same, messages=changed).check_refusal("prompt 1 of prompts=", *change.values())
+    (line,) = before
+    assert line.pop("last_message") == {"role": "user", "name": "Bob"}
+    (folder / "chat/run.jsonl").write_text(json.dumps(line) + "\n")
+    ask_of_chats(folder, same, messages=CHAT).well()  # an earlier version wrote no last message
+
+
+@pytest.mark.seconds
+def test_a_text_that_becomes_a_message_is_another_prompt(folder: Path) -> None:
+    same = f"run_dir={folder}/chat"
+    ask_of_chats(folder, same, prompt=USER["content"]).well()
+    ask_of_chats(folder, same, messages=[USER]).check_refusal("prompt 1 of prompts=", "was 'Hi' when")

@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+from itertools import product, starmap
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -249,3 +250,53 @@ def test_a_mistake_keeps_its_code_where_the_terminal_has_hung_up() -> None:
         shell.hang_up()
         shell.process.send_signal(signal.SIGCONT)
         assert shell.process.wait(timeout=240) == 42
+
+
+CLOSED = ["2>&-", ">&-", "<&-", "<&- >&- 2>&-"]
+
+
+@pytest.mark.seconds
+@pytest.mark.parametrize(
+    ("closed", "words", "code"),
+    [
+        *product(CLOSED, ["plan model=tiny hardware=laptop_cpu"], [0]),
+        *product(CLOSED, ["report nowhere"], [2]),
+        *product(CLOSED[::3], ["run speculation.num_draft_tokens=0", "run task=nosuch ranks=2"], [2]),
+        ("<&-", "run task=generate prompts=- device=cpu", 2),
+        *starmap(heavy, product(CLOSED, [f"run prompt=a max_new_tokens=2 device=cpu ranks={n}" for n in (1, 2)], [0])),
+    ],
+)
+def test_a_stream_that_is_closed_before_the_start_changes_neither_run_nor_exit_code(
+    closed: str, words: str, code: int, tmp_path: Path
+) -> None:
+    folder = [f"run_dir={tmp_path}/run"] if words.startswith("run ") else []
+    before = ("bash", "-c", f'exec "$@" {closed}', "bash")
+    ended = python("-m", "llama_ssp", *words.split(), *folder, before=before)
+    assert (ended.returncode, "Traceback" in ended.stderr) == (code, False), ended.stderr
+    if folder and not code:
+        assert (tmp_path / "run/status").read_text() == "done\n"
+
+
+def test_no_file_of_the_process_gets_the_number_of_a_closed_stream(tmp_path: Path) -> None:
+    """Libraries, and the programs that they start, write to the number."""
+    code = (
+        "from llama_ssp.terminal.unread import open_closed; open_closed(); import os, sys; "
+        f"file = open({str(tmp_path / 'file')!r}, 'w'); os.system('echo lost; echo lost >&2'); sys.stdout.write('lost')"
+        "; os.write(2, b'lost'); file.write(f'{file.fileno()}')"
+    )
+    assert python("-c", code, before=("bash", "-c", 'exec "$@" <&- >&- 2>&-', "bash")).returncode == 0
+    assert (tmp_path / "file").read_text() == "3"
+
+
+@pytest.mark.seconds
+@pytest.mark.parametrize("words", ["plan model=tiny", "run prompt=a", "report nowhere"])
+def test_a_removed_working_folder_is_one_sentence(words: str, tmp_path: Path) -> None:
+    gone = (
+        "bash",
+        "-c",
+        f'mkdir "{tmp_path}/gone" && cd "{tmp_path}/gone" && rmdir "{tmp_path}/gone" && exec "$@"',
+        "",
+    )
+    ended = python("-m", "llama_ssp", *words.split(), before=gone, PYTHONPATH=str(ROOT))
+    sentence = "the working folder is gone (no such file or directory): change to a folder that exists\n"
+    assert (ended.returncode, ended.stderr) == (2, sentence)

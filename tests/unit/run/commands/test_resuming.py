@@ -1,12 +1,15 @@
 """A run folder is resumed with the prompts and models that it was begun with, and where the disk was full."""
 
 import contextlib
+import errno
+import fcntl
 import io
 import json
 import os
 import re
 import resource
 import shutil
+import stat
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -299,3 +302,42 @@ def test_a_copy_elsewhere_is_the_same_model(folder: Path) -> None:
     for file in folder.glob("*/*.*"):
         os.utime(file, (1, 1))
     assert complete_of_other_models(folder, target="copy").code == 0
+
+
+def as_on_a_cluster(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the file system have no locks, by an error number, and sync no folder."""
+    sync = os.fsync
+
+    def lock(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    def sync_files(file: int) -> None:
+        if stat.S_ISDIR(os.fstat(file).st_mode):
+            raise OSError(errno.EINVAL, "Invalid argument")
+        sync(file)
+
+    monkeypatch.setattr(fcntl, "flock", lock)
+    monkeypatch.setattr(os, "fsync", sync_files)
+
+
+@pytest.mark.seconds
+@pytest.mark.parametrize("number", [errno.ENOLCK, heavy(errno.ENOSYS), heavy(errno.EOPNOTSUPP)])
+def test_runs_resumptions_and_sweeps_go_on_where_neither_locks_nor_synced_folders_are(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    as_on_a_cluster(number, monkeypatch)
+    said = f"run_dir={tmp_path}/run is on a file system without locks: let no other run use it meanwhile\n"
+    whole, file = complete(tmp_path, "import", "from").well(), tmp_path / "run" / "run.jsonl"
+    assert whole.err.count(said) == (tmp_path / "run" / "run.log").read_text().count(said) == 1
+    before = texts(tmp_path / "run")
+    file.write_text(file.read_text().splitlines(keepends=True)[0])
+    assert said in complete(tmp_path, "import", "from").well().err
+    assert (texts(tmp_path / "run"), whole.status) == (before, "done\n")
+    for _ in range(2):  # the second call resumes
+        launch(*SMALL, "prompt=import", "-m", "seed=1,2", f"run_dir={tmp_path}/sweep").well()
+    assert [(tmp_path / "sweep" / name / "status").read_text() for name in "01"] == ["done\n"] * 2
+
+
+def test_a_lock_that_fails_for_another_reason_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    as_on_a_cluster(errno.EIO, monkeypatch)
+    complete(tmp_path, "import").check_refusal("cannot use", "lock: input/output error")
