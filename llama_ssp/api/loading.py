@@ -25,6 +25,7 @@ from llama_ssp.run.pipeline import choose_placement
 from llama_ssp.run.tasks.records import GenerateConfig
 from llama_ssp.settings.checks import check_effects, check_placement
 from llama_ssp.settings.drafters import SAME, DraftVocabulary, other_vocabularies
+from llama_ssp.settings.lengths import CHOOSERS
 from llama_ssp.settings.schema import DeviceKind, PlacementConfig, RunConfig
 from llama_ssp.weights.in_memory import weights_of
 from llama_ssp.words import in_library_words
@@ -55,7 +56,8 @@ def load(  # noqa: PLR0913 - a notebook shows this signature
         model: the target: a name of the catalogue, a folder with a checkpoint, the id of a model of the Hugging Face
             hub, or a loaded causal language model of transformers, whose weights are copied.
         draft: the same for the draft, "mtp" or "ngram"; a mapping of settings of the draft with its kind or model, such
-            as {"kind": "self", "window": 512}; None decodes with the target alone.
+            as {"kind": "self", "window": 512}, or {"model": "tiny-draft", "fallback": "ngram"} for calls with
+            `num_draft_tokens="auto"`; None decodes with the target alone.
         dtype: number format of both, or a tuple with the target's and the draft's; None for the device's default
             (`planning.model.number_format`).
         quantization: storage format of the linear layers, of both or as a tuple; None for the catalogue's.
@@ -102,7 +104,10 @@ def load(  # noqa: PLR0913 - a notebook shows this signature
             task=GenerateConfig(), model=target_entry, draft=drafter, device=kind,
             placement=arguments.placement_of(placement), **read,
         )  # fmt: skip
-        check_effects(config, frozenset(f"draft.{name}" for name in arguments.draft_of(draft)[1]))
+        # `generate` says what chooses K, and a fallback serves the calls that let it.
+        chosen = replace(config.speculation, num_draft_tokens=next(iter(CHOOSERS.all()), 1))
+        asked = frozenset(f"draft.{name}" for name in arguments.draft_of(draft)[1])
+        check_effects(replace(config, speculation=chosen), asked)
         with selection_kept(), start(device=kind, timeout_s=config.timeouts.load_s) as started:
             if gpu and started.comm.size > 1:
                 raise ConfigError(f"device={device} is one GPU: device=cuda gives each of the ranks its own")

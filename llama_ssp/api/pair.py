@@ -481,7 +481,7 @@ def on_all_ranks(world: World, doing: str, config: RunConfig) -> Iterator[None]:
     if world.watch.has_failed and (words := world.watch.verdict):
         raise from_message(words)
     name = "load_s" if doing == "loading" else "decode_s"
-    limit = f"timeouts.{name}={getattr(config.timeouts, name):g}"
+    limit = f"{getattr(config.timeouts, name):g} s"
     phase, alike = Phase(doing=doing, limit=limit, remedy="load the pair again"), None
 
     def report(error: SspError) -> None:

@@ -58,7 +58,7 @@ from llama_ssp.speculate.sampling.rules import ForcedLengths, make_rule
 from llama_ssp.speculate.sampling.shards import WHOLE, Shard
 from llama_ssp.speculate.sampling.trees import verify_tree
 from llama_ssp.weights.source import TapSource, tap_source
-from llama_ssp.words import said
+from llama_ssp.words import key_of, said
 from llama_ssp.workspaces import InPlace
 
 _log = logging.getLogger(__name__)
@@ -189,7 +189,7 @@ def _why_not_reproducible(models: Models) -> str:
         )
     return (
         f"{said('reproducible', True)} needs {found}: the guide to reproducible texts lists instructions, formats and "
-        "sizes; leave it out, or use another model.quantization or number of ranks"
+        f"sizes; leave it out, or use another {key_of('model.quantization')} or number of ranks"
     )
 
 

@@ -165,6 +165,8 @@ def _values(config: RunConfig) -> Iterator[str]:
     draft, rule = config.draft.kind, config.verification.rule
     kind, weights = BACKENDS.problem_of(config.placement.target.kind), WEIGHTS.problem_of(config.weights)
     yield from filter(None, (drafters.DRAFTERS.problem_of(draft), RULES.problem_of(rule), kind, weights))
+    if config.draft.fallback not in {None, *(free := drafters.free_drafts())}:
+        yield unknown_name(key_of("draft.fallback"), str(config.draft.fallback), free)
     yield from (found for found in _of_draft(config) if isinstance(found, str))
     yield from clashes(config)
 
@@ -259,9 +261,6 @@ def _files(config: RunConfig) -> Iterator[str]:
 def _draft(config: RunConfig) -> Iterator[str]:
     if drafters.DRAFTERS.problem_of(config.draft.kind):
         return
-    free = drafters.free_drafts()
-    if config.draft.fallback not in {None, *free}:
-        yield unknown_name("draft.fallback", str(config.draft.fallback), free)
     if not drafters.drafts(config.draft) and task_of(config).needs_draft:
         candidates = [f"draft={name}" for name in catalogue.smaller_relatives(config.model)]
         ways = ", ".join(candidates) or "draft=OWNER/NAME (of the hub), or draft=local draft.model.path=DIR"

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from llama_ssp.catalogue import ModelShape
 from llama_ssp.registry import Registry
-from llama_ssp.words import listed
+from llama_ssp.words import listed, said
 
 
 def fastest(seconds: Mapping[int, float]) -> int:
@@ -51,7 +51,7 @@ def chooser_named(number: int | str) -> LengthChooser | None:
 
 def choosers_said() -> str:
     """The settings that let something choose K; empty without one."""
-    return listed([f"{CHOOSERS.setting}={name}" for name in CHOOSERS.all()], "or")
+    return listed([said(CHOOSERS.setting, name) for name in CHOOSERS.all()], "or")
 
 
 def finder() -> LengthChooser | None:

@@ -7,6 +7,7 @@ from typing import Any
 from llama_ssp.groups import Range
 from llama_ssp.registry import Registry
 from llama_ssp.settings.schema import RunConfig, TaskConfig
+from llama_ssp.words import key_of
 
 
 def default_prompts(config: RunConfig) -> Sequence[str]:
@@ -23,7 +24,7 @@ class NoEffect:
     reason: str
 
     def __str__(self) -> str:
-        return f"{self.key} has no effect {self.reason}"
+        return f"{key_of(self.key)} has no effect {self.reason}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -83,7 +83,7 @@ def _problems(config: RunConfig) -> Iterator[str | NoEffect]:
     if draft.window is not None and 1 <= draft.window <= steps:
         yield f"{said('draft.window', draft.window)} is less than K + 1, here {steps + 1}: give a wider window"
     if draft.window is None:
-        yield NoEffect("draft.sinks", "without draft.window")
+        yield NoEffect("draft.sinks", f"without {key_of('draft.window')}")
     if target.shape is None:
         return
     if target.shape.recurrent and draft.window is not None:

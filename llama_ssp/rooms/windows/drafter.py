@@ -27,6 +27,7 @@ from llama_ssp.ranks.comms import Reads
 from llama_ssp.rooms.windows.records import WindowConfig
 from llama_ssp.speculate.drafters.drafter import DrafterParts
 from llama_ssp.speculate.drafters.model import ModelDrafter
+from llama_ssp.words import key_of
 from llama_ssp.workspaces import OwnBuckets, Workspace
 
 
@@ -196,7 +197,7 @@ class WindowDrafter(ModelDrafter):
         assert isinstance(config, WindowConfig)
         assert config.window is not None
         if not isinstance(runner, LeanRunner):
-            raise ConfigError("draft.window needs a draft whose layers are like Llama's: leave it out")
+            raise ConfigError(f"{key_of('draft.window')} needs a draft whose layers are like Llama's: leave it out")
         most_nodes = parts.num_draft_tokens + parts.num_ahead
         self._windowed = Windowed(runner, sinks=config.sinks, window=config.window, most_nodes=most_nodes)
         super().__init__(replace(parts, runner=self._windowed))

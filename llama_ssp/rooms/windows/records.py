@@ -11,7 +11,7 @@ from llama_ssp.settings.combinations import Ability
 from llama_ssp.settings.drafters import DraftCache, ModelDraftConfig
 from llama_ssp.settings.schema import RunConfig
 from llama_ssp.settings.tasks import NoEffect, task_of
-from llama_ssp.words import said
+from llama_ssp.words import key_of, said
 
 
 @dataclass(kw_only=True)
@@ -52,7 +52,7 @@ def _problems(config: RunConfig) -> Iterator[str | NoEffect]:
     draft, model, steps = config.draft, config.draft.model, config.most_draft_tokens
     if (window := _window(draft)) is None:
         if isinstance(draft, WindowConfig):
-            yield NoEffect("draft.sinks", "without draft.window")
+            yield NoEffect("draft.sinks", f"without {key_of('draft.window')}")
         return
     if model is None and not task_of(config).needs_draft:
         yield NoEffect("draft.window", "without a draft model: give one with draft=NAME, or draft=self")

@@ -1,21 +1,26 @@
 """What asks for structured text: settings, the library, fields of requests; and what each of them refuses."""
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import jsonschema
 import pytest
+from transformers import AutoTokenizer
 
 from llama_ssp import Pair, load
 from llama_ssp.errors import ConfigError
 from llama_ssp.groups import whole
 from llama_ssp.rooms.grammars.records import MOST_BYTES, GrammarSampling, grammar_of, refusal_of
+from llama_ssp.rooms.grammars.text import begin
 from llama_ssp.rooms.serve.inbox import RequestError, ServedRequest
 from llama_ssp.rooms.serve.protocol import BodyReader
 from llama_ssp.settings.checks import check_values
 from llama_ssp.settings.schema import SamplingConfig
+from llama_ssp.speculate.engine.masks import Vocabulary
+from tests.helpers.repository import ROOT
 
 SCHEMA = {
     "type": "object",
@@ -148,12 +153,13 @@ def test_the_examples_of_the_page_have_the_languages_that_it_says() -> None:
     """Its lexer is greedy, and a terminal as a whole is not."""
     page = (ROOT / "llama_ssp/rooms/grammars/page.md").read_text()
     greedy, whole_ones = re.findall(r"```lark\n(.*?)```", page, re.DOTALL)
-    toy = Vocabulary(ByteTokens(), 256, (0,))
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "llama_ssp/shipped/tiny")
+    vocabulary = Vocabulary(tokenizer, len(tokenizer), (tokenizer.eos_token_id,))
 
     def is_allowed(text: str, grammar: str) -> bool:
-        found = begin(GrammarSampling(grammar=grammar), toy)
-        for byte in text.encode():
-            found.extend(byte)
+        found = begin(GrammarSampling(grammar=grammar), vocabulary)
+        for letter in text:
+            found.extend(tokenizer.convert_tokens_to_ids(letter))
         return found.may_end
 
     for text in ("ac", "abc", "bbc", "ababc", "abbbc"):

@@ -1,5 +1,6 @@
 """`load` takes what a notebook has already: models and tokenizers of transformers, dtypes and devices of torch."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -26,6 +27,7 @@ from tests.helpers.lanes import sample
 from tests.helpers.models import FAMILIES, VOCAB_SIZE, build_checkpoint, load_modules, refusal, tiny_model
 from tests.helpers.packed_checkpoints import pack_checkpoint
 from tests.helpers.repository import ROOT
+from tests.helpers.rooms import need
 from tests.helpers.tokenizers import save_tokenizer
 
 TINY, DRAFT = (shipped(name) for name in ("tiny", "tiny-draft"))
@@ -204,3 +206,28 @@ def test_checkers_of_types_find_a_name_that_the_package_lacks(tmp_path: Path, mo
     said, _, code = mypy.api.run(["--strict", "--no-incremental", "--config-file=", str(tmp_path / "wrong.py")])
     assert (code, said.count("error:")) == (1, 1), said
     assert 'Module "llama_ssp" has no attribute "loads"' in said
+
+
+@pytest.mark.seconds
+def test_a_fallback_serves_the_calls_that_let_k_be_chosen() -> None:
+    need("adaptive")
+    need("copies")
+    with load("tiny", {"model": "tiny-draft", "fallback": "ngram"}) as pair:
+        texts = [pair.generate("a b a b", max_new_tokens=8, num_draft_tokens=k, temperature=0) for k in ("auto", 3)]
+        assert texts[0][0].token_ids == texts[1][0].token_ids
+        names = {tuple(type(one).__name__ for one in decoder.round.drafters) for decoder in pair._decoders.values()}
+    assert sorted(map(len, names)) == [1, 2], "of the call with a number, and of the one that chooses"
+
+
+@pytest.mark.parametrize(
+    "draft",
+    [
+        {"model": "tiny-draft", "fallback": "nosuch"}, {"model": "tiny-draft", "sinks": 2},
+        {"kind": "self", "layers": 2, "sinks": 2}, {"kind": "self", "layers": 99}, {"kind": "self"},
+        {"kind": "ngram", "fallback": "ngram", "longest": 0},
+    ],
+)  # fmt: skip
+def test_messages_name_settings_as_the_library_has_them(draft: dict[str, object]) -> None:
+    with pytest.raises(ConfigError) as refused, load("tiny", draft) as pair:
+        pair.generate("a")
+    assert not re.search(r"\b(draft|sampling|speculation|timeouts)\.[a-z_]+", str(refused.value)), refused.value
