@@ -1,10 +1,9 @@
-"""`task=serve`: HTTP on rank 0 checks keys, reads bodies, streams answers, and notices clients that have gone.
+"""`task=serve`: HTTP on rank 0 reads bodies, streams answers, and notices clients that have gone.
 
 It runs in a thread of its own, and knows the decoder by its `Inbox` alone. Nothing of requests is logged.
 """
 
 import asyncio
-import hmac
 import json
 import socket
 import threading
@@ -22,15 +21,14 @@ from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
+from starlette.responses import FileResponse, Response, StreamingResponse
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
 
-from llama_ssp.catalogue import read_path
 from llama_ssp.errors import ConfigError, InterruptedRun
 from llama_ssp.ranks.failures import raise_on_all_ranks
+from llama_ssp.rooms.serve.access import Access, Connection, Json, WithKey, client_of, read_keys
 from llama_ssp.rooms.serve.inbox import Inbox, Part, RequestError
-from llama_ssp.rooms.serve.metrics import Metrics
+from llama_ssp.rooms.serve.metrics import GONE, Metrics
 from llama_ssp.rooms.serve.protocol import Answer, Asked, BodyReader
 from llama_ssp.rooms.serve.records import ServeConfig, length_of
 from llama_ssp.rooms.serve.responses import Response as ResponseOf
@@ -95,13 +93,17 @@ class Front:
         ]  # fmt: skip
         app = Starlette(
             routes=routes,
-            middleware=[*([cors] if allowed else []), Middleware(_WithKey, key=_key_of(self._task))],
+            middleware=[
+                Middleware(Access, task=self._task),
+                *([cors] if allowed else []),
+                Middleware(WithKey, keys=read_keys(self._task), open_paths=_OPEN),
+            ],
             exception_handlers=dict.fromkeys((RequestError, ClientDisconnect, 404, 405, Exception), self._refuse),
         )
         server = uvicorn.Config(
             app, log_config=None, access_log=False, server_header=False, limit_concurrency=_MOST_OPEN,
             timeout_graceful_shutdown=int(_CLOSE_S), timeout_keep_alive=int(2 * _READ_S), lifespan="off", ws="none",
-            http="h11",
+            http=Connection, proxy_headers=self._task.proxy is not None, forwarded_allow_ips=self._task.proxy or "",
             callback_notify=self._close_idle, timeout_notify=int(_READ_S),
         )  # fmt: skip
         self._server, self._idle = uvicorn.Server(server), set[tuple[Any, ...]]()
@@ -142,16 +144,18 @@ class Front:
 
     async def _refuse(self, _request: Request, error: Exception) -> Response:
         if isinstance(error, ClientDisconnect):
-            return Response(status_code=499)
+            self._metrics.failed(GONE)
+            return Response(status_code=GONE)
         if not isinstance(error, RequestError):
             reason, status = getattr(error, "detail", "the server failed"), getattr(error, "status_code", 500)
             headers, error = getattr(error, "headers", None), RequestError(reason, status=status)
         else:
             headers = {"retry-after": str(self._metrics.retry_s())} if error.status in {429, 503} else None
-        return _Json(error.body(), error.status, headers)
+        self._metrics.failed(error.status)
+        return Json(error.body(), error.status, headers)
 
     async def _health(self, _request: Request) -> Response:
-        return _Json({"status": "ok"})
+        return Json({"status": "ok"})
 
     async def _count(self, _request: Request) -> Response:
         return Response(self._metrics.page(), media_type="text/plain; version=0.0.4")
@@ -164,18 +168,18 @@ class Front:
         }  # fmt: skip
         asked = request.path_params.get("name")
         if asked is None:
-            return _Json({"object": "list", "data": [*models.values()]})
+            return Json({"object": "list", "data": [*models.values()]})
         if asked not in models:
             reason = f"this server has {' and '.join(models)}"
             raise RequestError(reason, param="model", status=404, code="model_not_found")
-        return _Json(models[asked])
+        return Json(models[asked])
 
     async def _tokenize(self, request: Request) -> Response:
         ids = await asyncio.to_thread(self._reader.tokenize, await _body_of(request))
-        return _Json({"count": len(ids), "max_model_len": self._reader.length, "tokens": [*ids]})
+        return Json({"count": len(ids), "max_model_len": self._reader.length, "tokens": [*ids]})
 
     async def _detokenize(self, request: Request) -> Response:
-        return _Json({"prompt": await asyncio.to_thread(self._reader.detokenize, await _body_of(request))})
+        return Json({"prompt": await asyncio.to_thread(self._reader.detokenize, await _body_of(request))})
 
     async def _respond(self, request: Request) -> Response:
         arrived_s = time.monotonic()
@@ -209,10 +213,11 @@ class Front:
                     loop.call_soon_threadsafe(parts.put_nowait, [*kept])
                 kept.clear()
 
-        numbers = self._inbox.put(asked.completions, take, client=_client_of(request))
-        pieces = self._pieces(parts, len(numbers), arrived_s)
+        client = client_of(request)
+        numbers = self._inbox.put(asked.completions, take, client=client)
+        pieces = self._pieces(parts, len(numbers), arrived_s, key=client.key)
         if asked.streams:
-            body_of = self._streamed(events(pieces), numbers)
+            body_of = self._streamed(events(self._counting(pieces)), numbers)
             return StreamingResponse(body_of, media_type="text/event-stream", headers={"cache-control": "no-cache"})
         watching = asyncio.ensure_future(_until_gone(request, parts))
         try:
@@ -221,9 +226,23 @@ class Front:
         finally:
             watching.cancel()
             self._inbox.drop(numbers)
-        return _Json(whole())
+        return Json(whole())
 
-    async def _pieces(self, parts: "_Parts", num_answers: int, arrived_s: float) -> AsyncIterator[tuple[Answer, str]]:
+    async def _counting(self, pieces: AsyncIterator[tuple[Answer, str]]) -> AsyncIterator[tuple[Answer, str]]:
+        """Count the error that a stream ends with, or that its client goes before its end."""
+        try:
+            async for piece in pieces:
+                yield piece
+        except RequestError as error:
+            self._metrics.failed(error.status)
+            raise
+        except (GeneratorExit, asyncio.CancelledError):
+            self._metrics.failed(GONE)
+            raise
+
+    async def _pieces(
+        self, parts: "_Parts", num_answers: int, arrived_s: float, *, key: str
+    ) -> AsyncIterator[tuple[Answer, str]]:
         """Yield new text of answers, until all have ended; raises RequestError for one of theirs, or if time is up."""
         left, first_s, limit_s = num_answers, dict[Answer, float](), self._task.request_s
         while left:
@@ -248,7 +267,9 @@ class Front:
                 text = answer.push(part)
                 if part.finish_reason:
                     left -= 1
-                    self._metrics.ended(answer, decoded_s=now - first_s.get(answer, now), whole_s=now - arrived_s)
+                    self._metrics.ended(
+                        answer, key=key, decoded_s=now - first_s.get(answer, now), whole_s=now - arrived_s
+                    )
                 yield answer, text
 
     async def _streamed(self, events: AsyncIterator[bytes], numbers: Sequence[int]) -> AsyncIterator[bytes]:
@@ -278,11 +299,6 @@ def _file_of(name: str) -> Callable[[Request], Response]:
     return lambda _: FileResponse(Path(__file__).with_name("web") / name, headers=_OWN_ALONE)
 
 
-def _client_of(request: Request) -> str:
-    """The client of a request, by its key or its address."""
-    return request.headers.get("authorization") or (request.client.host if request.client else "")
-
-
 _Parts = asyncio.Queue[list[tuple[Answer, Part]] | None]
 """Parts of the answers to a request, some at a time; None once its client has gone."""
 
@@ -293,31 +309,10 @@ async def _until_gone(request: Request, parts: _Parts) -> None:
     parts.put_nowait(None)
 
 
-class _Json(JSONResponse):
-    """JSON in ASCII, which also holds the lone surrogates that an error names."""
-
-    def render(self, content: object) -> bytes:
-        return json.dumps(content).encode()
-
-
-class _WithKey:
-    """Lets requests with the key pass, and requests for paths that are open; all if there is no key."""
-
-    def __init__(self, app: ASGIApp, *, key: bytes | None) -> None:
-        self._app, self._key = app, key
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scheme, _, given = dict(scope.get("headers", ())).get(b"authorization", b"").partition(b" ")
-        has_key = scheme.lower() == b"bearer" and self._key is not None and hmac.compare_digest(given, self._key)
-        if self._key is None or scope.get("path") in _OPEN or has_key:
-            await self._app(scope, receive, send)
-        else:
-            error = RequestError("the key is missing or wrong: send it as Authorization: Bearer KEY", status=401)
-            await _Json(error.body(), 401, {"www-authenticate": "Bearer"})(scope, receive, send)
-
-
 async def _body_of(request: Request) -> object:
     """Read a body as JSON; raises RequestError."""
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+        raise RequestError("a body must be JSON: send the header Content-Type: application/json", status=415)
     content = bytearray()
     try:
         async with asyncio.timeout(_READ_S):
@@ -345,15 +340,3 @@ def _listen(task: ServeConfig) -> socket.socket:
     except OSError as error:
         remedy = "; task.port=0 takes a free one" if error.errno == EADDRINUSE else ""
         raise ConfigError(f"task.host={task.host} task.port={task.port}: {error.strerror}{remedy}") from error
-
-
-def _key_of(task: ServeConfig) -> bytes | None:
-    if task.api_key_file is None:
-        return None
-    try:
-        lines = Path(read_path(task.api_key_file)).read_bytes().splitlines()
-    except OSError as error:
-        raise ConfigError(f"task.api_key_file={task.api_key_file} cannot be read: {error.strerror}") from error
-    if not lines or not lines[0].strip():
-        raise ConfigError(f"task.api_key_file={task.api_key_file} needs a key in its first line")
-    return lines[0].strip()

@@ -114,12 +114,22 @@ class RequestError(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
+class Client(NamedTuple):
+    """Who asks: the name of a key, and an address; each may be empty."""
+
+    key: str = ""
+    address: str = ""
+
+
+NOBODY = Client()
+
+
 @dataclass(eq=False)
 class _Taker:
     """The taker of a completion's parts; `num_left` new tokens that it has not got yet count for its client."""
 
     take: Callable[[Part], None]
-    client: str
+    client: Client
     num_left: int = 0
 
 
@@ -127,10 +137,10 @@ class _Taker:
 class Inbox:
     """Waiting and decoding completions; all methods may be called from any thread.
 
-    Clients get rows by turns: the next one is the client whose completions have had the fewest tokens so far, of
-    prompts and of new ones, so that neither many requests nor long prompts make others wait. One that decodes counts
-    with all that it may get, until it ends. A client that comes later begins with as many as the one that has had the
-    fewest.
+    Clients get rows by turns: the next one has the key whose completions have had the fewest tokens so far, of prompts
+    and of new ones, and of this key's addresses the one that has had the fewest. So neither many requests nor long
+    prompts make others wait. A completion that decodes counts with all that it may get, until it ends. A key or a
+    client that comes later begins with as many as the one that has had the fewest.
 
     Attributes:
         most_waiting: further ones are refused.
@@ -139,8 +149,8 @@ class Inbox:
 
     most_waiting: int
     is_closed: bool = False
-    _waiting: dict[str, deque[ServedRequest]] = field(default_factory=dict)
-    _had: dict[str, int] = field(default_factory=dict)
+    _waiting: dict[Client, deque[ServedRequest]] = field(default_factory=dict)
+    _had: dict[str | Client, int] = field(default_factory=dict)
     _dropped: list[int] = field(default_factory=list)
     _takers: dict[int, _Taker] = field(default_factory=dict)
     _numbers: "count[int]" = field(default_factory=count)
@@ -167,7 +177,7 @@ class Inbox:
         self.is_closed = True
 
     def put(
-        self, completions: Sequence[ServedRequest], take: Callable[[int, Part], None], *, client: str = ""
+        self, completions: Sequence[ServedRequest], take: Callable[[int, Part], None], *, client: Client = NOBODY
     ) -> list[int]:
         """Enter completions of a client, numbered by `index`; returns the numbers. `take` gets their places and parts.
 
@@ -184,14 +194,25 @@ class Inbox:
                 raise RequestError(reason, status=429, code="rate_limit_exceeded")
             numbers = [next(self._numbers) for _ in completions]
             if client not in self._waiting:
-                there = {other: self._had[other] for other in {taker.client for taker in self._takers.values()}}
-                self._had = there | {client: max(self._had.get(client, 0), min(there.values(), default=0))}
+                self._begin(client)
                 self._waiting[client] = deque()
             for place, (number, completion) in enumerate(zip(numbers, completions, strict=True)):
                 self._takers[number] = _Taker(partial(take, place), client)
                 self._waiting[client].append(replace(completion, index=number, arrived_s=time.monotonic()))
             self._changed.notify()
         return numbers
+
+    def _begin(self, client: Client) -> None:
+        """Forget what clients and keys had that have gone, and let a client begin with no less than the least had."""
+        clients = {taker.client for taker in self._takers.values()}
+        keys = {one.key for one in clients}
+        among: list[tuple[str | Client, set[Any]]] = [
+            (client.key, keys), (client, {one for one in clients if one.key == client.key})
+        ]  # fmt: skip
+        begun = {
+            new: max(self._had.get(new, 0), min((self._had[one] for one in there), default=0)) for new, there in among
+        }
+        self._had = {one: self._had[one] for one in clients | keys} | begun
 
     def drop(self, numbers: Sequence[int]) -> None:
         """Forget completions whose client has gone."""
@@ -230,9 +251,9 @@ class Inbox:
 
     def _next(self) -> ServedRequest:
         """Take the next completion."""
-        client = min(self._waiting, key=self._had.__getitem__)
+        client = min(self._waiting, key=lambda client: (self._had[client.key], self._had[client]))
         taken = self._waiting[client].popleft()
-        self._had[client] += len(taken.prompt_ids) + taken.max_new_tokens
+        self._count(client, len(taken.prompt_ids) + taken.max_new_tokens)
         self._takers[taken.index].num_left = taken.max_new_tokens
         if not self._waiting[client]:
             del self._waiting[client]
@@ -251,5 +272,10 @@ class Inbox:
     def _forget(self, number: int) -> _Taker | None:
         """End a completion, if it has not ended: its client has not had the tokens that are left."""
         if taker := self._takers.pop(number, None):
-            self._had[taker.client] -= taker.num_left
+            self._count(taker.client, -taker.num_left)
         return taker
+
+    def _count(self, client: Client, num_tokens: int) -> None:
+        """Count tokens for a client and for its key."""
+        for one in (client.key, client):
+            self._had[one] += num_tokens

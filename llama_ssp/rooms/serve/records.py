@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
-from ipaddress import ip_address
+from ipaddress import ip_address, ip_network
 from typing import Any, cast
 
 from llama_ssp.catalogue import ending_of
@@ -46,7 +46,15 @@ class ServeConfig(TaskConfig):
     name: str = "serve"
     port: int = setting(8000, "TCP port; 0 takes a free one.")
     host: str = setting("127.0.0.1", "address; one that other machines reach needs api_key_file.")
-    api_key_file: str | None = setting(None, "a file whose first line is the key that requests must carry.")
+    hosts: list[str] = made(
+        list, "further hosts that requests may name; on the loopback others than the loopback's are refused."
+    )
+    proxy: str | None = setting(
+        None, "address or network of a proxy, whose X-Forwarded-For names the addresses of clients."
+    )
+    api_key_file: str | None = setting(
+        None, "a file of keys, one of which requests must carry: a line each, a name for /metrics after the key."
+    )
     allow_origin: str | None = setting(
         None, "web pages of this origin may call the server, such as http://localhost:3000."
     )
@@ -91,18 +99,27 @@ def _problems(config: RunConfig, explicit: frozenset[str]) -> Iterator[str | NoE
     yield from _problems_of_bodies(config, explicit, source="by HTTP", unread=("prompt", "prompts", "seed"))
     if not all(map(find_spec, ("prometheus_client", "starlette", "uvicorn"))):
         yield f"task=serve needs starlette, uvicorn and prometheus_client: {installing('serve')}"
-    if not (_is_loopback(task.host) or task.api_key_file):
+    if task.proxy is not None and not _is_network(task.proxy):
+        yield f"task.proxy={task.proxy} must be an address or a network, for example 10.0.0.7 or 10.0.0.0/24"
+    if not (is_loopback(task.host) or task.api_key_file):
         yield (
             f"task.host={task.host} is open to other machines: give task.api_key_file=FILE, whose first line is a key, "
             "or leave task.host out"
         )
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches an address."""
     try:
         return host == "localhost" or ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def _is_network(text: str) -> bool:
+    with suppress(ValueError):
+        return bool(ip_network(text))
+    return False
 
 
 def _fill_in(config: RunConfig, explicit: frozenset[str]) -> RunConfig:

@@ -20,6 +20,7 @@ from llama_ssp.rooms.serve.service import Service
 from llama_ssp.speculate.engine.completion import StopRequest
 
 PROMPT = "def factorial(n):\n"
+JSON = {"content-type": "application/json"}
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,8 @@ class Server:
         """The status and the answer, JSON or text, of a request."""
         connection = self.connect()
         content = json.dumps(body).encode() if raw is None else raw
-        method, headers = ("GET" if body is raw is None else "POST"), {"authorization": f"{scheme} {key}"}
+        method = "GET" if body is raw is None else "POST"
+        headers = {"authorization": f"{scheme} {key}", **JSON}
         connection.request(method, path, content if method == "POST" else None, headers)
         answer = connection.getresponse()
         text = answer.read().decode()

@@ -23,6 +23,7 @@ from tests.helpers.disturbed import wait_for
 from tests.helpers.lanes import heavy, slow
 from tests.helpers.repository import ROOT
 from tests.helpers.starters import run_program
+from tests.rooms.serve.server import JSON
 
 PROMPTS = ["def factorial(n):\n", "import os\n", "class Stack:\n", "for i in range("]
 KINDS: list[dict[str, Any]] = [
@@ -50,7 +51,7 @@ def serving(num_ranks: int, run_dir: Path, *settings: str) -> Iterator[tuple["su
 
 
 def ask(address: str, body: dict[str, Any]) -> str:
-    request = urllib.request.Request(f"{address}/completions", json.dumps(body).encode())
+    request = urllib.request.Request(f"{address}/completions", json.dumps(body).encode(), JSON)
     with urllib.request.urlopen(request, timeout=120) as answer:
         return str(json.load(answer)["choices"][0]["text"])
 

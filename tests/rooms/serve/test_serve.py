@@ -33,7 +33,7 @@ from llama_ssp.speculate.engine.round import Round
 from llama_ssp.speculate.sampling.by_row import settings_of
 from tests.helpers.disturbed import wait_for
 from tests.helpers.lanes import heavy, slow
-from tests.rooms.serve.server import PROMPT, Server, serving
+from tests.rooms.serve.server import JSON, PROMPT, Server, serving
 
 
 @pytest.fixture(scope="module")
@@ -180,7 +180,7 @@ def test_what_is_no_request_is_refused_and_ends_nothing(server: Server) -> None:
 def test_a_client_that_goes_frees_its_rows(server: Server, streams: bool) -> None:
     connection = server.connect()
     body = {"prompt": PROMPT, "max_tokens": 1900, "n": 6, "ignore_eos": True, "stream": streams}
-    connection.request("POST", "/v1/completions", json.dumps(body))
+    connection.request("POST", "/v1/completions", json.dumps(body), JSON)
     wait_for(lambda: server.inbox.num_running == 4)
     connection.sock.shutdown(socket.SHUT_RDWR)
     connection.close()
@@ -238,7 +238,7 @@ def test_scores_wait_for_no_later_request(pair: Pair) -> None:
 def test_connections_that_send_or_read_too_slowly_are_closed(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of headers, the first ones or behind an answer, of a body and of an answer; others go on being served."""
     monkeypatch.setattr(http, "_READ_S", 0.9)
-    half = b"POST /v1/completions HTTP/1.1\r\ncontent-length: 99\r\n"
+    half = b"POST /v1/completions HTTP/1.1\r\ncontent-type: application/json\r\ncontent-length: 99\r\n"
     rude = json.dumps({"prompt": PROMPT * 100, "echo": True, "n": 64, "max_tokens": 1}).encode()  # 160 kB
     with serving(pair) as server, ExitStack() as opened:
         server.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
@@ -246,9 +246,9 @@ def test_connections_that_send_or_read_too_slowly_are_closed(pair: Pair, monkeyp
         for connection in connections:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
             connection.connect(("127.0.0.1", server.port))
-        behind.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
-        body.sendall(half + b"host: x\r\n\r\n{")
-        reader.sendall(half.replace(b"99", b"%d" % len(rude)) + b"host: x\r\n\r\n" + rude)
+        behind.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        body.sendall(half + b"host: localhost\r\n\r\n{")
+        reader.sendall(half.replace(b"99", b"%d" % len(rude)) + b"host: localhost\r\n\r\n" + rude)
         wait_for(lambda: behind.recv(1000).endswith(b"}"))
         closed = set[socket.socket]()
 
@@ -304,7 +304,7 @@ def test_a_slow_reader_keeps_nobody_waiting(server: Server) -> None:
     with closing(server.connect()) as slow, closing(socket.socket()) as slow.sock:
         slow.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
         slow.sock.connect(("127.0.0.1", server.port))
-        slow.request("POST", "/v1/completions", json.dumps(body))
+        slow.request("POST", "/v1/completions", json.dumps(body), JSON)
         wait_for(lambda: server.inbox.num_running > 0)
         server.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, size)
         wait_for(lambda: server.inbox.is_empty)
