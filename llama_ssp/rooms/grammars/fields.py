@@ -27,17 +27,28 @@ def _asked(request: Request, kind: str, value: object, field: str) -> Request:
     return replace(request, sampling=replace(sampling, **{kind: value}))
 
 
+_JSON_SCHEMA = '{"type": "json_schema", "json_schema": {"name": NAME, "schema": SCHEMA}}'
+_FORMATS = {
+    "text": {"type"}, "json_object": {"type", "schema"}, "json_schema": {"type", "json_schema"},
+    "schema": {"name", "description", "schema", "strict"},
+}  # fmt: skip
+"""The keys of each type of format, and of the object that holds a schema."""
+
+
 def response_format(value: dict[str, Any], request: Request) -> Request:
-    """OpenAI's: a text, a JSON object, or a document of a schema."""
-    kind, schema = value.get("type"), value.get("json_schema")
+    """OpenAI's: a text, a JSON object, with llama.cpp's `schema` one of a schema, or a document of a schema."""
+    kind = str(value.get("type"))
+    holder = value.get("json_schema") if kind == "json_schema" else value
+    asked = holder.get("schema") if isinstance(holder, dict) else None
+    needs_schema = kind == "json_schema" or (kind == "json_object" and asked is not None)
+    if kind not in ("text", "json_object", "json_schema") or (needs_schema and not isinstance(asked, dict | bool)):
+        raise ConfigError(f'response_format must be {{"type": "text"}}, {{"type": "json_object"}} or {_JSON_SCHEMA}')
+    inside = holder.keys() - _FORMATS["schema"] if isinstance(holder, dict) and holder is not value else ()
+    if unknown := [*(value.keys() - _FORMATS[kind]), *inside]:
+        raise ConfigError(f"response_format of type {kind} has no {unknown[0]!r}: leave it out")
     if kind == "text":
         return request
-    if kind == "json_object":
-        return _asked(request, "json_schema", _OBJECT, "response_format")
-    if kind != "json_schema" or not isinstance(schema, dict) or not isinstance(schema.get("schema"), dict | bool):
-        wanted = '{"type": "json_schema", "json_schema": {"name": NAME, "schema": SCHEMA}}'
-        raise ConfigError(f'response_format must be {{"type": "text"}}, {{"type": "json_object"}} or {wanted}')
-    return _asked(request, "json_schema", schema["schema"], "response_format")
+    return _asked(request, "json_schema", asked if needs_schema else _OBJECT, "response_format")
 
 
 def structured_outputs(value: dict[str, Any], request: Request) -> Request:

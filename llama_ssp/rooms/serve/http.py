@@ -175,8 +175,7 @@ class Front:
         return Json(models[asked])
 
     async def _tokenize(self, request: Request) -> Response:
-        ids = await asyncio.to_thread(self._reader.tokenize, await _body_of(request))
-        return Json({"count": len(ids), "max_model_len": self._reader.length, "tokens": [*ids]})
+        return Json(await asyncio.to_thread(self._reader.tokenize, await _body_of(request)))
 
     async def _detokenize(self, request: Request) -> Response:
         return Json({"prompt": await asyncio.to_thread(self._reader.detokenize, await _body_of(request))})

@@ -56,6 +56,15 @@ _OF_CHATS = _OF_BOTH | {
     "max_completion_tokens": _WHOLE, "chat_template_kwargs": _OBJECT, "reasoning_effort": _TEXT,
     "tools": "a list of functions", "tool_choice": "a text or an object", "parallel_tool_calls": _FLAG,
 }  # fmt: skip
+_OF_TOKENIZE = {
+    "model": _TEXT, "prompt": _TEXT, "add_special_tokens": _FLAG, "add_generation_prompt": _FLAG,
+    "return_token_strs": _FLAG,
+    **{
+        name: _OF_CHATS[name]
+        for name in ("messages", "tools", "tool_choice", "chat_template_kwargs", "reasoning_effort")
+    },
+}  # fmt: skip
+_OF_DETOKENIZE = {"model": _TEXT, "tokens": "a list of token ids"}
 _NOTES = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
 _WITHOUT_EFFECT: dict[str, tuple[object, ...]] = {
     "best_of": (1,), "suffix": ("",), "tools": ([],), "functions": ([],), "tool_choice": ("none", "auto"),
@@ -162,12 +171,8 @@ class BodyReader:
 
     def read(self, body: object, *, is_chat: bool) -> Asked:
         """Read a body; raises RequestError that names a field."""
-        if not isinstance(body, dict):
-            raise RequestError("the body must be a JSON object")
-        given = _checked(_fields_of(body), is_chat=is_chat)
-        if given.get("model", self.names[0]) not in self.names:
-            reason = f"model={given['model']!r} is not the one that answers, {self.names[0]}"
-            raise RequestError(reason, param="model", status=404, code="model_not_found")
+        more = {field.name: field.kind for field in SERVED_FIELDS.all().values()}
+        given = self._given(body, more | (_OF_CHATS if is_chat else _OF_TEXTS))
         if given.get("stream_options") and not given.get("stream"):
             raise RequestError("stream_options needs stream=true", param="stream_options")
         tools = tools_of(given, self._maker.tokenizer) if is_chat else None
@@ -205,32 +210,52 @@ class BodyReader:
             tools=tools,
         )  # fmt: skip
 
-    def tokenize(self, body: object) -> tuple[int, ...]:
-        """The tokens of the prompt or the messages of a body; raises RequestError."""
-        given = _fields_of(body) if isinstance(body, dict) else {}
-        if "messages" in given:
-            for name in _OF_CHATS.keys() & given.keys():
-                _check_kind(name, given[name], _OF_CHATS[name])
-            return self._chat(given, tools_of(given, self._maker.tokenizer))
-        if not isinstance(given.get("prompt"), str):
-            raise RequestError("prompt must be a text, or messages a list of objects", param="prompt")
-        return self._encoded(given["prompt"])
+    def tokenize(self, body: object) -> dict[str, object]:
+        """The tokens of the prompt or the messages of a body, as an answer; raises RequestError."""
+        given = self._given(body, _OF_TOKENIZE)
+        is_chat, adds = "messages" in given, given.get("add_special_tokens", "messages" not in given)
+        if is_chat == ("prompt" in given):
+            raise RequestError("prompt must be a text, or messages a list of objects: give one", param="prompt")
+        if (is_chat and adds) or not given.get("add_generation_prompt", True):
+            name = "add_special_tokens" if is_chat and adds else "add_generation_prompt"
+            reason = "a chat's tokens are those that its template writes, up to the assistant's turn"
+            raise RequestError(f"{reason}: leave {name} out", param=name)
+        if is_chat:
+            ids = self._chat(given, tools_of(given, self._maker.tokenizer))
+        elif adds:
+            ids = self._encoded(given["prompt"])
+        else:
+            self._check_bytes([given["prompt"]], "prompt")
+            ids = tuple(self._maker.tokenizer(given["prompt"], add_special_tokens=False).input_ids)
+        names = {"token_strs": self._maker.tokenizer.convert_ids_to_tokens([*ids])}
+        found = {"count": len(ids), "max_model_len": self.length, "tokens": [*ids]}
+        return found | (names if given.get("return_token_strs") else {})
 
     def detokenize(self, body: object) -> str:
         """The text of the tokens of a body; raises RequestError."""
-        ids = body.get("tokens") if isinstance(body, dict) else None
-        if (
-            not isinstance(ids, list)
-            or not all(map(_is_id, ids))
-            or any(token >= self._maker.vocab_size for token in ids)
-        ):
+        ids = self._given(body, _OF_DETOKENIZE).get("tokens")
+        if not isinstance(ids, list) or not all(map(self._is_token, ids)):
             raise RequestError(f"tokens must be a list of ids below {self._maker.vocab_size}", param="tokens")
         return TextAfter(self._maker.tokenizer, (), names_special=True).decode(ids)
 
+    def _given(self, body: object, known: Mapping[str, str]) -> dict[str, Any]:
+        """The fields of a body, all of which are known and of their kinds; raises RequestError."""
+        if not isinstance(body, dict):
+            raise RequestError("the body must be a JSON object")
+        given = _checked(_fields_of(body), known)
+        if given.get("model", self.names[0]) not in self.names:
+            reason = f"model={given['model']!r} is not the one that answers, {self.names[0]}"
+            raise RequestError(reason, param="model", status=404, code="model_not_found")
+        return given
+
+    def _is_token(self, value: object) -> bool:
+        return _is_id(value) and value < self._maker.vocab_size  # type: ignore[operator]  # an id is a number
+
     def _stop_ids(self, given: Mapping[str, Any]) -> tuple[int, ...]:
         ids, most = given.get("stop_token_ids", []), MOST_ENDS - len(self._eos_ids)
-        if not (isinstance(ids, list) and len(ids) <= most and all(map(_is_id, ids))):
-            raise RequestError(f"stop_token_ids must be up to {most} ids of tokens", param="stop_token_ids")
+        if not (isinstance(ids, list) and len(ids) <= most and all(map(self._is_token, ids))):
+            reason = f"stop_token_ids must be up to {most} ids of tokens below {self._maker.vocab_size}"
+            raise RequestError(reason, param="stop_token_ids")
         return tuple(ids)
 
     def _most_drafted(self, given: Mapping[str, Any]) -> int | None:
@@ -384,10 +409,8 @@ def _check_kind(name: str, value: object, kind: str) -> None:
         raise RequestError(f"{name} must be {kind}", param=name)
 
 
-def _checked(given: dict[str, Any], *, is_chat: bool) -> dict[str, Any]:
+def _checked(given: dict[str, Any], known: Mapping[str, str]) -> dict[str, Any]:
     """Check the names of fields, and the types of their values."""
-    more = {field.name: field.kind for field in SERVED_FIELDS.all().values()}
-    known = more | (_OF_CHATS if is_chat else _OF_TEXTS)
     for name, value in given.items():
         if name in _NOTES or any(value == one and type(value) is type(one) for one in _WITHOUT_EFFECT.get(name, ())):
             continue

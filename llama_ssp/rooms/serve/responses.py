@@ -54,10 +54,9 @@ def _format(text: object) -> dict[str, Any]:
     if not isinstance(asked, dict) or asked.get("type") not in {"text", "json_object", "json_schema"}:
         wanted = '{"format": {"type": "json_schema", "name": NAME, "schema": SCHEMA}}, or of type text or json_object'
         raise RequestError(f"text must be {wanted}", param="text")
-    if asked["type"] == "text":
-        return {}
-    schema = {"json_schema": {"schema": asked.get("schema")}} if asked["type"] == "json_schema" else {}
-    return {"response_format": {"type": asked["type"]} | schema}
+    given = {name: value for name, value in asked.items() if name != "type"}
+    inside = {"json_schema": given} if asked["type"] == "json_schema" else given
+    return {"response_format": {"type": asked["type"]} | inside}
 
 
 def _message(given: Mapping[str, Any]) -> dict[str, Any]:

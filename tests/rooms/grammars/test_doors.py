@@ -121,6 +121,10 @@ def test_a_field_of_a_request_reaches_all_ranks(pair: Pair, field: str) -> None:
     ("body", "said"),
     [
         ({"response_format": {"type": "xml"}}, "response_format must be"),
+        ({"response_format": {"type": ["text"]}}, "response_format must be"),
+        ({"response_format": {"type": "json_object", "schema": "x"}}, "response_format must be"),
+        ({"response_format": {"type": "json_object", "schemas": {}}}, "has no 'schemas'"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "strikt": True}}}, "no 'strikt'"),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {}}}}}, "Unimplemented keys"),
         ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs must have one of"),
         ({"guided_choice": "a"}, "guided_choice must be a list of texts"),
@@ -139,6 +143,13 @@ def test_a_field_that_is_refused_is_named(pair: Pair, body: dict[str, Any], said
     with pytest.raises(RequestError, match=said) as error:
         reader.read({"prompt": "x", **body}, is_chat=False)
     assert error.value.param in body
+
+
+def test_an_object_may_have_a_schema_as_other_servers_take_it(pair: Pair) -> None:
+    reader = BodyReader(pair.config, pair.models.request_maker, length=64, eos_ids=pair.models.eos_ids)
+    asked = [{"type": "json_object", "schema": SCHEMA}, BODIES["response_format"][0]]
+    found = [reader.read({"prompt": "x", "response_format": one}, is_chat=False).completions[0] for one in asked]
+    assert grammar_of(found[0].sampling) == grammar_of(found[1].sampling)
 
 
 def test_texts_without_a_structure_are_as_before(pair: Pair) -> None:

@@ -13,6 +13,7 @@ from llama_ssp.rooms.serve.records import ServeConfig
 from tests.rooms.serve.server import JSON, PROMPT, Server, serving
 
 ASKED: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 40, "temperature": 0, "ignore_eos": True}
+MESSAGES = [{"role": "user", "content": "x"}]
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{{ reasoning_effort or '' }}"
 
 
@@ -174,6 +175,31 @@ def test_a_wrong_value_is_refused_by_its_name(server: Server, body: dict[str, An
 def test_a_response_that_cannot_be_made_is_refused_by_a_field(server: Server, body: dict[str, Any], param: str) -> None:
     status, answer = server.ask("/v1/responses", body)
     assert (status, answer["error"]["param"]) == (400, param), answer
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("tokenize", {"prompt": "x", "models": "tiny"}, "models"), ("tokenize", {"prompt": "x", "model": "y"}, "model"),
+        ("tokenize", {"prompt": "x", "messages": []}, "prompt"), ("tokenize", {}, "prompt"), ("tokenize", [], None),
+        ("tokenize", {"prompt": "x", "add_special_tokens": 1}, "add_special_tokens"),
+        ("tokenize", {"messages": MESSAGES, "add_special_tokens": True}, "add_special_tokens"),
+        ("tokenize", {"messages": MESSAGES, "add_generation_prompt": False}, "add_generation_prompt"),
+        ("detokenize", {"tokens": [1], "skip": True}, "skip"), ("detokenize", {"tokens": [True]}, "tokens"),
+        ("v1/completions", {"prompt": "x", "stop_token_ids": [10**6]}, "stop_token_ids"),
+    ],
+)  # fmt: skip
+def test_what_is_not_obeyed_is_refused(server: Server, path: str, body: object, param: str | None) -> None:
+    status, answer = server.ask(f"/{path}", body)
+    assert (status // 100, answer["error"]["param"]) == (4, param), answer
+
+
+def test_tokens_come_with_their_names_and_without_special_ones_if_asked(server: Server) -> None:
+    _, found = server.ask("/tokenize", {"prompt": "def x", "return_token_strs": True, "model": "tiny"})
+    _, bare = server.ask("/tokenize", {"prompt": "def x", "add_special_tokens": False})
+    assert found["tokens"][1:] == bare["tokens"]
+    assert len(found["token_strs"]) == found["count"] == bare["count"] + 1
+    assert "token_strs" not in bare
 
 
 @pytest.mark.seconds
