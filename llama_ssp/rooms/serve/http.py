@@ -182,9 +182,10 @@ class Front:
 
     async def _respond(self, request: Request) -> Response:
         arrived_s = time.monotonic()
-        body = as_chat(await _body_of(request))
-        asked = await asyncio.to_thread(self._reader.read, body, is_chat=True)
-        response = ResponseOf(asked)
+        body = await _body_of(request)
+        chat = as_chat(body)
+        asked = await asyncio.to_thread(self._reader.read, chat, is_chat=True)
+        response = ResponseOf(asked, cast("dict[str, Any]", body))
         return await self._answer(request, asked, arrived_s, whole=response.whole, events=response.events)
 
     async def _complete(self, request: Request, *, is_chat: bool) -> Response:

@@ -110,13 +110,14 @@ class Asked:
             for index, completion in enumerate(completions)
         ]
         self._shows_lengths = bool(given.get("return_accepted_lengths"))
-        self._shows_ids = bool(given.get("return_token_ids"))
+        self._shows_ids, self._is_chat = bool(given.get("return_token_ids")), is_chat
         self.shows_rounds = self.streams and bool(given.get("return_rounds"))
 
     def message(self, *choices: dict[str, object], counts: bool = False) -> dict[str, object]:
         """A message to the client; `counts` adds the tokens of all answers."""
-        usage = {"usage": self.usage()} if counts else {}
-        return {**self._head, "choices": [*choices], **usage}
+        usage = {"usage": self.usage() if counts else None} if counts or self.counts_usage else {}
+        prompt = self.answers[0].untold_prompt() if self._is_chat and self._shows_ids else {}
+        return {**self._head, "choices": [*choices], **prompt, **usage}
 
     def whole(self) -> dict[str, object]:
         """All answers, once they have ended."""
@@ -131,7 +132,7 @@ class Asked:
             choice["accepted_lengths"] = [*answer.last.accepted_lengths]
         if self._shows_ids:
             choice |= {"token_ids": answer.token_ids if piece is None else answer.untold_ids()}
-            choice |= {"prompt_token_ids": [*answer.prompt_ids]} if piece is None else {}
+            choice |= {} if self._is_chat else answer.untold_prompt()
         return choice
 
     def usage(self) -> dict[str, object]:
@@ -458,7 +459,7 @@ class Answer:
     """One completion on its way to the client: its text without a stop, its calls, its tokens and its scores.
 
     Attributes:
-        new_calls: of the newest part.
+        calls, new_calls: of the answer so far, and of its newest part.
     """
 
     def __init__(
@@ -472,19 +473,24 @@ class Answer:
         self.prompt_ids = request.prompt_ids
         self._is_scored, self._echoes = request.num_top is not None, request.scores_prompt
         self._text, self._held, self._whole = IncrementalText(tokenizer, self.prompt_ids), "", ""
-        self._reader, self._calls, self.new_calls = None, list[Call](), list[Call]()
+        self._reader, self.calls, self.new_calls = None, list[Call](), list[Call]()
         if tools:
             self._text, self._reader = MarkedText(tokenizer, self.prompt_ids, tools), CallReader(tools)
         self._lead = TextAfter(tokenizer, ()).decode(self.prompt_ids) if self._echoes else ""
         self._has_begun, self._newest = False, Part()
         self.token_ids: list[int] = []
-        self._num_told = 0
+        self._num_told, self._tells_prompt = 0, True
         self.last: Part | None = None
 
     def untold_ids(self) -> list[int]:
         """The tokens that no piece of it has had yet: a part whose text is held back makes none."""
         first, self._num_told = self._num_told, len(self.token_ids)
         return self.token_ids[first:]
+
+    def untold_prompt(self) -> dict[str, object]:
+        """The tokens of its prompt, the first time, as vLLM names them."""
+        tells, self._tells_prompt = self._tells_prompt, False
+        return {"prompt_token_ids": [*self.prompt_ids]} if tells else {}
 
     @property
     def text(self) -> str:
@@ -512,7 +518,7 @@ class Answer:
         new, self._held, self._lead = self._lead + held[:end], held[end:], ""
         if self._reader:
             new, self.new_calls = self._reader.push(new, is_over=bool(part.finish_reason))
-            self._calls += self.new_calls
+            self.calls += self.new_calls
         self._whole += new
         return new
 
@@ -542,16 +548,16 @@ class Answer:
         choice: dict[str, object] = {
             "index": self._index,
             "finish_reason": ended and self._reason(ended),
-            "logprobs": self._scores() if ended and self._is_scored else None,
+            "logprobs": self.scores() if ended and self._is_scored else None,
         }
         if not self._is_chat:
             return choice | {"text": text}
         said = {} if self._has_begun else {"role": "assistant"}
         self._has_begun = True
-        calls = self._calls if piece is None else self.new_calls
+        calls = self.calls if piece is None else self.new_calls
         message: dict[str, object] = {"content": (text or None) if calls else text}
         if calls:
-            first = len(self._calls) - len(calls)
+            first = len(self.calls) - len(calls)
             message["tool_calls"] = [
                 ({} if piece is None else {"index": place}) | call.as_json() for place, call in enumerate(calls, first)
             ]
@@ -560,10 +566,10 @@ class Answer:
     def _reason(self, ended: Part) -> str:
         if ended.finish_reason == "length":
             return "length"
-        return "tool_calls" if self._calls else "stop"
+        return "tool_calls" if self.calls else "stop"
 
-    def _scores(self) -> dict[str, object]:
-        """Log-probabilities in the form of chats or of completions."""
+    def scores(self) -> dict[str, Any]:
+        """Log-probabilities of its tokens, in the form of chats or of completions."""
         scores = (self.last and self.last.logprobs) or []
         ids = [*self.prompt_ids, *self.token_ids]
         found: list[tuple[_Scored, list[_Scored] | None]] = []

@@ -167,8 +167,9 @@ def test_a_wrong_value_is_refused_by_its_name(server: Server, body: dict[str, An
         ({"input": 5}, "input"), ({"input": [{"type": "image", "content": "x"}]}, "input"),
         ({"input": "x", "text": {"format": {"type": "grammar"}}}, "text"),
         ({"input": "x", "text": {"verbosity": "low"}}, "text"),
-        ({"input": "x", "n": 2}, "n"), ({"input": "x", "truncation": "auto"}, "truncation"),
-        ({"input": "x", "tools": [{"type": "web_search"}]}, "tools"),
+        ({"input": "x", "n": 2}, "n"), ({"input": "x", "truncation": "some"}, "truncation"),
+        ({"input": "x", "tools": [{"type": "web_search"}]}, "tools"), ({"input": "x", "include": ["y"]}, "include"),
+        ({"input": "x", "logprobs": True}, "logprobs"), ({"input": [{"type": "item_reference"}]}, "input"),
         ({"input": "x", "instructions": []}, "instructions"),
     ],
 )  # fmt: skip
@@ -200,6 +201,13 @@ def test_tokens_come_with_their_names_and_without_special_ones_if_asked(server: 
     assert found["tokens"][1:] == bare["tokens"]
     assert len(found["token_strs"]) == found["count"] == bare["count"] + 1
     assert "token_strs" not in bare
+
+
+@pytest.mark.seconds
+def test_events_before_the_last_say_that_they_have_no_usage(server: Server) -> None:
+    *events, last = server.stream("/v1/completions", **ASKED, stream_options={"include_usage": True})
+    assert all(event["usage"] is None for event in events)
+    assert last["usage"]["completion_tokens"] == 40
 
 
 @pytest.mark.seconds
@@ -285,4 +293,11 @@ def test_token_ids_are_those_of_the_text(server: Server) -> None:
         asked = {**ASKED, "stop": stop, "return_token_ids": True}
         parts = [part["choices"][0] for part in server.stream("/v1/completions", **asked)]
         assert [token for part in parts for token in part["token_ids"]] == ids
+        assert [part["prompt_token_ids"] for part in parts if "prompt_token_ids" in part] == [prompt]
+    chat: dict[str, Any] = {"messages": MESSAGES, "max_tokens": 9, "temperature": 0, "return_token_ids": True}
+    whole, events = server.ask("/v1/chat/completions", chat)[1], server.stream("/v1/chat/completions", **chat)
+    assert whole["prompt_token_ids"] == events[0]["prompt_token_ids"]
+    assert not any("prompt_token_ids" in event for event in events[1:])
+    ids = [token for event in events for token in event["choices"][0]["token_ids"]]
+    assert ids == whole["choices"][0]["token_ids"]
     assert not {"token_ids", "prompt_token_ids"} & server.complete(**ASKED)["choices"][0].keys()

@@ -183,6 +183,64 @@ def test_the_openai_package_gets_the_calls_that_it_asks_for(server: Server, choi
             assert (name_of, [*json.loads(arguments)]) == ("grow-tree", ["leaf"])
 
 
+@pytest.mark.seconds
+@pytest.mark.usefixtures("form")
+@pytest.mark.parametrize("streams", [False, True])
+def test_responses_call_tools_and_go_on_with_their_outputs(server: Server, streams: bool) -> None:
+    need("grammars")
+    import openai  # all workers would, and it takes a second
+
+    asked: dict[str, Any] = {"model": "tiny", "seed": 1, "temperature": 0.5, "tool_choice": "required"}
+    flat = [{"type": "function", **WEATHER["function"]}]
+    turns = [
+        {"role": "user", "content": "x"}, {"type": "reasoning", "summary": [], "encrypted_content": "x", "id": "rs"},
+        {"type": "function_call", "call_id": "a", "name": "weather", "arguments": '{"city": "Rom"}', "id": "fc"},
+        {"type": "function_call", "call_id": "b", "name": "weather", "arguments": '{"city": "Bonn"}', "id": "fd"},
+        {"type": "function_call_output", "call_id": "a", "output": "rain"},
+        {"type": "function_call_output", "call_id": "b", "output": [{"type": "input_text", "text": "sun"}]},
+    ]  # fmt: skip
+    calls = [
+        {"id": name, "type": "function", "function": {"name": "weather", "arguments": json.dumps({"city": city})}}
+        for name, city in (("a", "Rom"), ("b", "Bonn"))
+    ]
+    messages = [
+        {"role": "user", "content": "x"}, {"role": "assistant", "content": "", "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "a", "content": "rain"},
+        {"role": "tool", "tool_call_id": "b", "content": "sun"},
+    ]  # fmt: skip
+    more = {"temperature": 0.5, "metadata": {"a": "b"}, "max_output_tokens": 90, "top_p": 0.9, "truncation": "auto"}
+    with openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="none", max_retries=0) as client:
+        create: Any = client.responses.create
+        given = {"input": turns, "tools": flat, **asked, **more, "include": ["reasoning.encrypted_content"]}
+        given |= {"extra_body": {"seed": given.pop("seed")}}
+        if streams:
+            events = [*create(**given, stream=True)]
+            done = [event for event in events if event.type == "response.function_call_arguments.done"]
+            written_ = "".join(one.delta for one in events if one.type == "response.function_call_arguments.delta")
+            assert written_ == "".join(event.arguments for event in done)
+            found = events[-1].response
+            assert [one.item_id for one in done] == [item.id for item in found.output if item.type == "function_call"]
+        else:
+            found = create(**given)
+        tools = {"tools": [WEATHER], "max_tokens": 90, "top_p": 0.9}
+        wanted = server.ask("/v1/chat/completions", asked | tools | {"messages": messages})[1]["choices"][0]["message"]
+    made = [(item.name, item.arguments) for item in found.output if item.type == "function_call"]
+    assert made == [(one["function"]["name"], one["function"]["arguments"]) for one in wanted["tool_calls"]]
+    assert {name: getattr(found, name) for name in more} == more
+    assert (found.tool_choice, found.tools[0].name, found.instructions) == ("required", "weather", None)
+
+
+@pytest.mark.seconds
+def test_responses_have_log_probabilities_if_they_are_to_be_included(server: Server) -> None:
+    body = {"input": "x", "include": ["message.output_text.logprobs"], "top_logprobs": 2, "max_output_tokens": 5}
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(server.session.models.tokenizer, "chat_template", BODY)
+        _, answer = server.ask("/v1/responses", body | {"ignore_eos": True})
+    [part] = answer["output"][0]["content"]
+    assert [len(token["top_logprobs"]) for token in part["logprobs"]] == [2] * 5
+    assert "".join(token["token"] for token in part["logprobs"]) == part["text"]
+
+
 def functions_of(calls: Any) -> list[tuple[str, str]]:  # noqa: ANN401
     return [(call.function.name, call.function.arguments) for call in calls or ()]
 
@@ -326,10 +384,10 @@ def test_a_body_whose_tokens_are_counted_is_checked_as_others(
 ) -> None:
     monkeypatch.setattr(served.tokenizer, "chat_template", template_of("hermes"))
     if said is None:
-        assert reader_of(served).tokenize(CHAT | more)
+        assert reader_of(served).tokenize({"messages": CHAT["messages"]} | more)
     else:
         with pytest.raises(RequestError, match=said):
-            reader_of(served).tokenize(CHAT | more)
+            reader_of(served).tokenize({"messages": CHAT["messages"]} | more)
 
 
 @pytest.mark.parametrize(
