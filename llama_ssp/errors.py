@@ -53,9 +53,14 @@ class CapacityError(SspError):
 
 
 class LostRankError(SspError):
-    """Ranks that no longer answer, or one that failed unexpectedly; the run can be resumed."""
+    """Ranks that no longer answer, or one that failed unexpectedly; the run can be resumed.
+
+    Attributes:
+        remedy: what its user does then, unless the task says otherwise (`TaskSpec.if_lost`).
+    """
 
     exit_code = 1
+    remedy = "run the same command with the same run_dir to resume"
 
 
 LOGITS_ARE_NAN = (

@@ -394,7 +394,7 @@ class Phase:
 
     doing: str
     limit: str
-    remedy: str = "run the same command with the same run_dir to resume"
+    remedy: str = LostRankError.remedy
 
     def go_on(self, doing: str, *, limit: str) -> None:
         """Enter that the run does something else now."""

@@ -62,7 +62,8 @@ def joined(config: RunConfig, clock: StartClock) -> Iterator[tuple[World, Termin
         terminal = Terminal.of_rank(world.comm.rank, quiet=config.quiet)
         if world.note:
             terminal.say(world.note)
-        phase = Phase(doing="loading", limit=f"timeouts.load_s={config.timeouts.load_s:g}")
+        limit = f"timeouts.load_s={config.timeouts.load_s:g}"
+        phase = Phase(doing="loading", limit=limit, remedy=task_of(config).if_lost)
         try:
             with unify_failure(world.watch, phase), guard(world.watch, world.comm.device_wait, phase, report=report):
                 if task_of(config).needs_models:

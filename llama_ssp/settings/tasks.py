@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
+from llama_ssp.errors import LostRankError
 from llama_ssp.groups import Range
 from llama_ssp.registry import Registry
 from llama_ssp.settings.schema import RunConfig, TaskConfig
@@ -73,6 +74,8 @@ class TaskSpec:
     # `world_size`.
     check_files: str | None = None
     finalize: str | None = None  # `module:function` that rank 0 calls with the session at the end.
+    # what the user of a run that has lost a rank does, a clause.
+    if_lost: str = LostRankError.remedy
     failure: str = ""  # what ends such a run with exit code 1, a clause of `--help`.
     former: Mapping[str, str] = field(default_factory=dict)  # words of the first llama-ssp, and the settings for them.
 

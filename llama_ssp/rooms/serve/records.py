@@ -147,6 +147,7 @@ SERVE = TaskSpec(
     fill_in=_fill_in,
     problems=_problems,
     largest_cell=_full_rows,
+    if_lost="start the server again: its requests got status 503",
 )
 COMMAND = Command(
     name="serve", usage="[SETTING=VALUE ...] [ranks=N]", purpose="answer requests by HTTP, as OpenAI's API does",

@@ -60,8 +60,11 @@ def _pass_on(number: int, _frame: object) -> None:
                 os.kill(int(file.parent.name), number)
 
 
-def run_ranks(command: Sequence[str], *, num_ranks: int) -> int:
-    """Run a command as every rank, to the end of the last one; returns the exit code of the run."""
+def run_ranks(command: Sequence[str], *, num_ranks: int, if_lost: str) -> int:
+    """Run a command as every rank, to the end of the last one; returns the exit code of the run.
+
+    `if_lost` is what its user does if a rank is lost.
+    """
     logging.disable(logging.CRITICAL)  # the agent's own words
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as under torchrun: each rank sets its number of threads itself
     os.environ |= {AGENT: str(os.getpid()), "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": _END_S}
@@ -82,14 +85,14 @@ def run_ranks(command: Sequence[str], *, num_ranks: int) -> int:
     except SignalException:
         return InterruptedRun.exit_code
     except ChildFailedError as error:
-        return exit_code_of(error.failures)
+        return exit_code_of(error.failures, if_lost=if_lost)
     except (OSError, RuntimeError) as error:
         complain(f"{num_ranks} ranks could not be started: {str(error).strip().partition(chr(10))[0]}")
         return LostRankError.exit_code
     return 0
 
 
-def exit_code_of(failures: Mapping[int, ProcessFailure]) -> int:
+def exit_code_of(failures: Mapping[int, ProcessFailure], *, if_lost: str = LostRankError.remedy) -> int:
     """Return the exit code of the lowest rank that has one, after naming a rank whose loss no rank has reported.
 
     The agent ends all ranks when one has ended, so ranks that wait for a killed one may only say `interrupted`.
@@ -99,6 +102,6 @@ def exit_code_of(failures: Mapping[int, ProcessFailure]) -> int:
     if killed and LostRankError.exit_code not in codes:
         name = signal.Signals(-failures[killed[0]].exitcode).name
         reason = " (the kernel does that when memory is exhausted)" if name == "SIGKILL" else ""
-        complain(f"rank {killed[0]} was ended by {name}{reason}; run the same command with the same run_dir to resume")
+        complain(f"rank {killed[0]} was ended by {name}{reason}; {if_lost}")
         return LostRankError.exit_code
     return codes[0]

@@ -15,7 +15,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
 
-from llama_ssp.errors import ConfigError
+from llama_ssp.errors import ConfigError, LostRankError
 from llama_ssp.ranks.cores import LOAD, wait_by_load
 from llama_ssp.ranks.process import Ranks, launcher_of, read_ranks, signals_kept
 from llama_ssp.run.commands import run
@@ -25,6 +25,7 @@ from llama_ssp.run.tasks.dry_run import check_models
 from llama_ssp.settings.backends import backends
 from llama_ssp.settings.launchers import LAUNCHER, LAUNCHERS
 from llama_ssp.settings.schema import RunConfig
+from llama_ssp.settings.tasks import task_of
 from llama_ssp.terminal.unread import complain
 
 _NODES = "several nodes are started by sbatch launch/slurm.sbatch, or by torchrun --nnodes with launch/run.py"
@@ -147,10 +148,10 @@ def main(words: Sequence[str], *, num_ranks: int | None) -> int:
         exit_code = run.main(start.words, ranks=as_rank_0, act=act, warns=False)
     if exit_code or not points:
         return exit_code
-    return _start_ranks(start)
+    return _start_ranks(start, if_lost=task_of(points[0]).if_lost)
 
 
-def _start_ranks(start: Start) -> int:
+def _start_ranks(start: Start, *, if_lost: str = LostRankError.remedy) -> int:
     """Run the command line of this process on ranks of their own; returns the exit code."""
     assert start.num_ranks, "there are ranks to start"
     if start.sentence:
@@ -158,7 +159,7 @@ def _start_ranks(start: Start) -> int:
     wait_by_load(LOAD, os.environ)
     with importing_torch():
         from llama_ssp.run.commands import agent
-    return agent.run_ranks([sys.executable, *sys.orig_argv[1:]], num_ranks=start.num_ranks)
+    return agent.run_ranks([sys.executable, *sys.orig_argv[1:]], num_ranks=start.num_ranks, if_lost=if_lost)
 
 
 def _check_script(script: Sequence[str], others: Sequence[str]) -> None:

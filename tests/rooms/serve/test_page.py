@@ -54,6 +54,13 @@ def test_both_texts_come_round_by_round(server: Server, tmp_path: Path, width: i
         ]
         assert rounds[0] < rounds[1] == 40
         assert "tokens/s" in page.evaluate("document.querySelector('#speculative .speed').textContent")
+        copied = "getSelection().selectAllChildren(document.querySelector('#speculative .text')); getSelection() + ''"
+        assert page.evaluate(copied) == PROMPT + wanted
+        struck = (
+            "[...document.querySelectorAll('#speculative s.rejected')].map(one => getComputedStyle(one, '::before')"
+        )
+        shown = page.evaluate(struck + ".content)")
+        assert all(len(one) > 2 and "\n" not in one for one in shown)
         page.evaluate("document.querySelector('#speculative .text').focus()")
         page.press("ArrowRight")
         page.press("ArrowRight")
@@ -61,6 +68,35 @@ def test_both_texts_come_round_by_round(server: Server, tmp_path: Path, width: i
         assert shown.count("%") in {5, 6}
         page.wait_for("document.documentElement.scrollWidth <= window.innerWidth")
         assert not page.errors
+
+
+@pytest.mark.seconds
+@pytest.mark.skipif(not browser.PROGRAM, reason="Chromium is not installed for this user")
+def test_the_page_takes_long_seeds_and_any_temperature_and_says_that_a_server_stands_still(
+    server: Server, tmp_path: Path
+) -> None:
+    body: dict[str, object] = {"prompt": "x", "seed": 2**53 + 1, "max_tokens": 24, "temperature": 0.85}
+    wanted = {
+        name: server.ask("/v1/completions", body | more, key="secret")[1]["choices"][0]["text"]
+        for name, more in (("speculative", {}), ("plain", {"speculative": False}))
+    }
+    with browser.browser(tmp_path) as page:
+        asked = f"prompt=x&seed=00{2**53 + 1}&max_tokens=24&temperature=0.85"
+        page.open(f"http://127.0.0.1:{server.port}/?{asked}", width=900)
+        page.wait_for("document.readyState === 'complete' && document.body.dataset.done")
+        assert page.evaluate("document.getElementById('ask').checkValidity()")
+        page.evaluate(
+            "delete document.body.dataset.done; document.getElementById('key').value = 'secret';"
+            "const asked = fetch; window.fetch = async (...given) => {"
+            " const answer = await asked(...given);"
+            " if (given[1]?.method === 'POST') await new Promise((done) => setTimeout(done, 7000));"
+            " return answer; }; document.getElementById('ask').requestSubmit()"
+        )
+        page.wait_for("document.querySelector('#plain .speed').textContent.includes('no token for')")
+        page.wait_for("document.body.dataset.done")
+        for name, text in wanted.items():
+            found = page.evaluate(f"[...document.querySelectorAll('#{name} .token')].map(one => one.textContent)")
+            assert "".join(found) == text
 
 
 def test_the_page_needs_no_key_loads_nothing_from_elsewhere_and_is_short(server: Server) -> None:

@@ -2,6 +2,7 @@
 "use strict";
 const $ = (id) => document.getElementById(id);
 const NUMBERS = ["max_tokens", "temperature", "seed", "num_draft_tokens"];
+const STILL_MS = 5000;
 const MOST_TOP = 5;
 const tip = Object.assign(document.createElement("div"), { id: "top", hidden: true });
 let stops = null;
@@ -15,10 +16,13 @@ function headers() {
 function body(plain) {
   const asked = { stream: true, return_rounds: true, stream_options: { include_usage: true } };
   for (const name of NUMBERS) if ($(name).value !== "") asked[name] = Number($(name).value);
+  const seed = $("seed").value; // as text: a number of 53 bits would be another seed
+  if (/^\d+$/.test(seed)) asked.seed = "@seed";
+  const written = (whole) => JSON.stringify(whole).replace('"seed":"@seed"', `"seed":${seed.replace(/^0+(?=\d)/, "")}`);
   if (plain) { delete asked.num_draft_tokens; asked.speculative = false; }
   const prompt = $("prompt").value;
-  if ($("chat").checked) return { ...asked, messages: [{ role: "user", content: prompt }], logprobs: true, top_logprobs: MOST_TOP };
-  return { ...asked, prompt, logprobs: MOST_TOP };
+  if ($("chat").checked) return written({ ...asked, messages: [{ role: "user", content: prompt }], logprobs: true, top_logprobs: MOST_TOP });
+  return written({ ...asked, prompt, logprobs: MOST_TOP });
 }
 
 function element(kind, kinds, text) {
@@ -38,7 +42,11 @@ function showRound(at, round) {
   const bar = element("i", "", "");
   round.tokens.forEach((token, place) => {
     const kind = place < round.num_drafted ? "drafted" : "own";
-    if (kind === "own" && round.rejected.length) at.text.append(element("s", "rejected", round.rejected.join("")));
+    if (kind === "own" && round.rejected.length) {
+      const struck = element("s", "rejected", ""); // shown by style, so that a copy of the text lacks it
+      struck.dataset.text = round.rejected.join("").replaceAll("\n", "\u21b5");
+      at.text.append(struck);
+    }
     const shown = element("span", `token ${kind}`, token);
     shown.tabIndex = -1;
     at.tokens.push(shown);
@@ -71,16 +79,22 @@ function showTop(at, logprobs) {
 
 async function complete(id, signal) {
   const at = column(id), path = $("chat").checked ? "v1/chat/completions" : "v1/completions";
+  let heard = performance.now();
+  const watch = setInterval(() => {
+    const ms = performance.now() - heard;
+    if (ms > STILL_MS) at.speed.replaceChildren(`no token for ${Math.round(ms / 1000)} s: the server is busy, or stands still`);
+  }, 1000);
   try {
-    const answer = await fetch(path, { method: "POST", headers: headers(), body: JSON.stringify(body(id === "plain")), signal });
+    const answer = await fetch(path, { method: "POST", headers: headers(), body: body(id === "plain"), signal });
     if (!answer.ok) throw new Error((await answer.json()).error.message);
     const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
     for (let rest = "", found = await reader.read(); !found.done; found = await reader.read()) {
+      heard = performance.now();
       const events = (rest + found.value).split("\n\n");
       rest = events.pop();
       for (const event of events) {
         const data = event.replace(/^data: /, "");
-        if (data === "[DONE]") continue;
+        if (data === "[DONE]" || event.startsWith(":")) continue;
         const message = JSON.parse(data);
         if (message.error) throw new Error(message.error.message);
         for (const choice of message.choices) {
@@ -91,6 +105,8 @@ async function complete(id, signal) {
     }
   } catch (error) {
     if (error.name !== "AbortError") at.speed.replaceChildren(element("span", "failed", error.message));
+  } finally {
+    clearInterval(watch);
   }
 }
 
