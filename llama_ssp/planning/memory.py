@@ -276,7 +276,7 @@ def _logits_bytes(spec: PlanSpec, rank: int) -> int:
     Ranks of the target have logits (gathered, then in fp32), or parts of them, and run the rule on these. A rank that
     runs the rule has the target's and the draft's probabilities in fp32, one more copy if the rule keeps all rows, and
     one fp64 cumulative sum per row to draw from. Penalties and races need more; the former count all tokens. Other
-    ranks of the draft have its probabilities.
+    ranks of the draft have its probabilities, and every rank the whole law of a draft without a model that draws.
     """
     layout, positions = spec.layout, max(spec.round_positions, spec.scored_positions)
     size, vocabulary, num_draft_tokens = DTYPE_BYTES[spec.target.dtype], spec.target.shape.vocab_size, positions - 1
@@ -292,7 +292,8 @@ def _logits_bytes(spec: PlanSpec, rank: int) -> int:
     decides = drafts if layout.splits_batch else rank == layout.verify_rank
     decides = decides or (is_over_shards and rank in scoring)
     whole = 4 * positions * rule_of(spec.rule).keeps_all_rows
-    rule = 4 * positions + 4 * num_draft_tokens + whole + 8 if decides else 4 * num_draft_tokens * drafts
+    drawn = 4 * num_draft_tokens
+    rule = 4 * positions + drawn + whole + 8 if decides else drawn * (drafts or spec.record.draws)
     rule += drafts * spec.vocabulary.logits_bytes
     if decides and spec.tree and not spec.is_certain:  # what is left of both models' rows at the nodes of a level
         rule += 4 * 3 * max((1, *spec.tree.read))
@@ -300,7 +301,7 @@ def _logits_bytes(spec: PlanSpec, rank: int) -> int:
         rule += 4 * positions
     if decides:  # counts, penalized logits and a mask; the bits of a race and what is made of them
         rule += positions * (9 * spec.counts_tokens + 16 * rule_of(spec.rule).draws_by_position)
-    counted = 4 * spec.batch_size * positions * num_elsewhere * spec.counts_tokens
+    counted = spec.batch_size * num_elsewhere * (4 * positions * spec.counts_tokens + drawn * spec.record.draws)
     return vocabulary * (spec.batch_size * logits + num_own * rule) + counted
 
 

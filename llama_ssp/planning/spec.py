@@ -17,7 +17,9 @@ from llama_ssp.registry import Registry, imported
 from llama_ssp.settings.backends import TENSOR, Backend, backend_of
 from llama_ssp.settings.constraints import constraint_asked
 from llama_ssp.settings.drafters import (
+    DRAFTERS,
     SAME,
+    DrafterRecord,
     DraftTerms,
     DraftVocabulary,
     cache_of,
@@ -26,12 +28,21 @@ from llama_ssp.settings.drafters import (
     drafts,
     drafts_greedily,
     of_kind,
+    samples_by_row,
     vocabulary_of,
 )
 from llama_ssp.settings.layout import Layout, lay_out
 from llama_ssp.settings.lengths import LengthChooser
 from llama_ssp.settings.rules import AT_ZERO, DEFAULT, rule_of
-from llama_ssp.settings.schema import DrafterConfig, DraftLayout, ExpertParts, PlanConfig, RunConfig
+from llama_ssp.settings.schema import (
+    MODEL_DRAFT,
+    NO_DRAFT,
+    DrafterConfig,
+    DraftLayout,
+    ExpertParts,
+    PlanConfig,
+    RunConfig,
+)
 from llama_ssp.settings.tasks import task_of
 from llama_ssp.settings.trees import TreeShape
 
@@ -82,7 +93,7 @@ class PlanSpec:
         free_draft: the kind of a draft without a model; None without one.
         free_settings: of a draft without a model, or of a model's fallback where K is chosen.
         vocabulary: of the draft model.
-        is_certain: drafted tokens are the most probable ones, without probabilities.
+        is_greedy: a draft model's tokens are its most probable ones, without probabilities.
         tree: of a round, with `num_draft_tokens` nodes; None drafts chains.
         chooser: what chooses K for each round, up to `num_draft_tokens`; None for one K.
         overlap: drafting overlaps verification, if the draft has ranks of its own (`overlaps`).
@@ -116,7 +127,7 @@ class PlanSpec:
     cuda_graphs: bool
     device: str
     tree: TreeShape | None = None
-    is_certain: bool = False
+    is_greedy: bool = False
     num_replicas: int = 1
     num_samples: int = 1
     mean_prompt_tokens: float | None = None
@@ -134,6 +145,7 @@ class PlanSpec:
     spare_rows: int = 0
     counts_tokens: bool = False
     truncates: bool = False
+    by_row: bool = False
     scores_texts: bool = False
     spare_devices: tuple[int, ...] = ()
     backend: Backend = TENSOR
@@ -166,9 +178,19 @@ class PlanSpec:
         return PlannedPair(self.target.name, str(self.draft_name), self.temperature, self.rule)
 
     @property
+    def record(self) -> DrafterRecord:
+        """The kind of its draft; that of draft models without one."""
+        return DRAFTERS.of(MODEL_DRAFT if self.draft else self.free_draft or NO_DRAFT)
+
+    @cached_property
+    def is_certain(self) -> bool:
+        """Whether drafted tokens have no probabilities."""
+        return self.record.is_certain(is_greedy=self.is_greedy, tree=self.tree)
+
+    @property
     def takes_best(self) -> bool:
         """Whether a token is the one with the target's largest logit."""
-        return self.rule == AT_ZERO and not self.counts_tokens
+        return self.rule == AT_ZERO and not (self.counts_tokens or self.by_row)
 
     @property
     def draft_finds_best(self) -> bool:
@@ -181,13 +203,12 @@ class PlanSpec:
     @cached_property
     def draws_over_shards(self) -> tuple[bool, bool]:
         """See the function."""
-        gathers = self.backend.by_library or self.truncates or self.takes_best or self.free_terms.layers
-        if gathers or self.tree or self.overlap:
-            return False, False
         draft = None if self.has_head or self.vocabulary is not SAME else self.draft
         return draws_over_shards(
-            self.layout, rule=self.rule, is_certain=self.is_certain, num_scored=self.batch_size * self.round_positions,
-            vocab_size=self.target.shape.vocab_size, draft_vocab_size=draft.shape.vocab_size if draft else None,
+            self.layout, self.backend, self.record, rule=self.rule, takes_best=self.takes_best,
+            truncates=self.truncates, by_row=self.by_row, is_certain=self.is_certain,
+            is_chain=not (self.tree or self.overlap), num_scored=self.batch_size * self.round_positions,
+            vocab_size=self.vocab_size, draft_vocab_size=draft.shape.vocab_size if draft else None,
         )  # fmt: skip
 
     @cached_property
@@ -196,6 +217,11 @@ class PlanSpec:
         if not (self.free_settings and self.drafts and (self.free_draft or self.adapts)):
             return DraftTerms()
         return drafter_of(self.free_settings).terms(self.free_settings, self)
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens of the target's vocabulary."""
+        return self.target.shape.vocab_size
 
     @property
     def num_target_layers(self) -> int:
@@ -422,7 +448,7 @@ def make_spec(
         num_replicas=placement.num_replicas,
         num_draft_tokens=config.most_draft_tokens,
         chooser=speculation.chooser,
-        is_certain=drafts_greedily(config.draft) or bool(tree and tree.is_dynamic),
+        is_greedy=drafts_greedily(config.draft),
         tree=tree,
         overlap=speculation.overlap,
         acceptance=acceptance,
@@ -432,6 +458,7 @@ def make_spec(
         rule=config.verification.rule if temperature > 0 else AT_ZERO,
         counts_tokens=config.sampling.penalizes or constraint_asked(config.sampling) is not None,
         truncates=config.sampling.truncates,
+        by_row=samples_by_row(config),
         scores_texts=config.scores_texts,
         keeps_taps=task_of(config).keeps_taps,
         batch_size=config.batch_size,
@@ -446,17 +473,30 @@ def make_spec(
     )
 
 
-def draws_over_shards(
-    layout: Layout, *, rule: str, is_certain: bool, num_scored: int, vocab_size: int, draft_vocab_size: int | None
+def draws_over_shards(  # noqa: PLR0913 - all that decides it, for plans and runs
+    layout: Layout,
+    backend: Backend,
+    drafter: DrafterRecord,
+    *,
+    rule: str,
+    takes_best: bool,
+    truncates: bool,
+    by_row: bool,
+    is_certain: bool,
+    is_chain: bool,
+    num_scored: int,
+    vocab_size: int,
+    draft_vocab_size: int | None,
 ) -> tuple[bool, bool]:
     """Whether the ranks of the target, and the draft's, draw over shards of the vocabulary (`sampling.shards`).
 
-    Else they gather logits. A rule that reads the draft's probabilities reads them where they are, so that both draw
-    over shards, on the same ranks, or neither. Only for chains without top-k, top-p and min-p, of a target that is cut
-    by tensors. `num_scored` positions are scored in a round, of all rows; a draft of other tokens has no
-    `draft_vocab_size`.
+    Else they gather logits. A rule that reads a draft model's probabilities reads them where they are, so that both
+    draw over shards, on the same ranks, or neither; of a law that every rank has whole it reads its own part. Only for
+    chains without top-k, top-p and min-p, of a target that is cut by tensors. `num_scored` positions are scored in a
+    round, of all rows; a draft of other tokens has no `draft_vocab_size`.
     """
-    if layout.splits_batch or 4 * num_scored * vocab_size < engine.LEAST_SHARED_BYTES:
+    gathers = backend.by_library or takes_best or truncates or by_row or drafter.reads_target or not is_chain
+    if gathers or layout.splits_batch or 4 * num_scored * vocab_size < engine.LEAST_SHARED_BYTES:
         return False, False
     record, block = rule_of(rule), tokens_of_a_block(vocab_size)
     target, draft = (

@@ -121,7 +121,7 @@ class CostModel:
             )
 
         best, over_target, over_draft = ShardDraws(AT_ZERO), *spec.draws_over_shards
-        over = ShardDraws(spec.rule, spec.is_certain or not spec.draft, spec.device == "cuda")
+        over = ShardDraws(spec.rule, spec.is_certain, spec.device == "cuda")
         takes_best = spec.takes_best and not spec.backend.by_library
         of_target = best if takes_best else over if over_target else None
         of_stages = (spec.target_devices,) if spec.num_stages == 1 else spec.layout.stages
@@ -348,9 +348,12 @@ class CostModel:
     def _free_s(self, num_draft_tokens: int) -> float:
         """The work of a draft without a model; see `DraftTerms`."""
         terms, spec = self.spec.free_terms, self.spec
-        kernels_s = self._kernels_s(terms.num_kernels, 0, 0)
+        free_s = self._kernels_s(terms.num_kernels, 0, 0) + terms.read_bytes / self.hardware.read_bytes_per_s
+        if spec.record.draws:  # from a whole law
+            numbers = spec.batch_size * spec.vocab_size
+            free_s += num_draft_tokens * self._kernels_s(spec.kernels.draw, RULE_PASSES, numbers)
         if self.own_part is None:
-            return kernels_s
+            return free_s
         forwards_s = sum(
             forward_time(
                 self.own_part, self.hardware, batch_size=spec.batch_size, num_positions=number, num_scored=number,
@@ -359,7 +362,7 @@ class CostModel:
             for number in self._own_forwards(num_draft_tokens)
         )  # fmt: skip
         copied_s = self._copied_s(terms.copied_slots, self.own_part, spec.batch_size)
-        return kernels_s + copied_s + forwards_s + num_draft_tokens * self.draw_s(self.target)
+        return free_s + copied_s + forwards_s
 
     def _own_forwards(self, num_draft_tokens: int) -> tuple[int, ...]:
         """Positions per row in the forwards of the target's own layers that draft a round."""

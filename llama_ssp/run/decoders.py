@@ -33,7 +33,7 @@ from llama_ssp.settings.drafters import (
     cache_of,
     drafter_of,
     drafts,
-    drafts_greedily,
+    is_certain,
     reads_draft_probs,
     vocabulary_of,
 )
@@ -322,21 +322,15 @@ def _make_mesh(config: RunConfig, layout: Layout, world: World) -> Mesh:
 
 def cuts_of(models: Models, config: RunConfig) -> tuple[bool, bool]:
     """Whether ranks draw from parts of the vocabulary, with the target and with the draft; see `draws_over_shards`."""
-    sampling, mesh, vocab_size = config.sampling, models.mesh, models.target.vocab_size
-    gathers = (
-        sampling.takes_best
-        or sampling.truncates
-        or sampling.by_row
-        or config.speculation.tree
-        or config.speculation.overlap
-        or drafter_of(config.draft).reads_target
-    )
-    if gathers or not models.sources:
+    sampling, tree = config.sampling, config.speculation.tree_shape
+    if not models.sources:
         return False, False
     has_others = models.sources[-1].origin.shape.is_head or models.vocabulary is not SAME
     return draws_over_shards(
-        mesh.layout, rule=config.verification.rule if sampling.temperature else AT_ZERO,
-        is_certain=drafts_greedily(config.draft), vocab_size=vocab_size,
+        models.mesh.layout, backend_of(config.placement.target.kind), drafter_of(config.draft),
+        rule=config.verification.rule if sampling.temperature else AT_ZERO, takes_best=sampling.takes_best,
+        truncates=sampling.truncates, by_row=bool(sampling.by_row), is_certain=is_certain(config.draft, tree),
+        is_chain=not (tree or config.speculation.overlap), vocab_size=models.target.vocab_size,
         num_scored=config.batch_size * (1 + config.most_draft_tokens * drafts(config.draft)),
         draft_vocab_size=None if has_others else models.sources[-1].origin.shape.vocab_size,
     )  # fmt: skip
@@ -367,7 +361,7 @@ def build_decoder(
     taps = models.make_taps(config.draft, num_drafted=config.most_draft_tokens) if speculative else None
     kept = cache_of(config.draft) if speculative and models.head else None
     of_trees = partial(verify_tree, tree) if tree else None
-    of_target, of_draft = _shards_of(models, config) if is_cut else (WHOLE, WHOLE)
+    of_target, of_draft = _shards_of(models, config)
     steps = RowSteps() if config.sampling.by_row else None
     rule = make_rule(
         config.sampling, config.verification, is_cut=is_cut, of_trees=of_trees, shard=of_target, steps=steps

@@ -32,6 +32,14 @@ class RoundSizes(Protocol):
         """Layers of the target."""
 
     @property
+    def num_draft_tokens(self) -> int:
+        """The most tokens that a round drafts, K."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens of the target's vocabulary, V."""
+
+    @property
     def tree(self) -> TreeShape | None:
         """The tree of a round; None for chains."""
 
@@ -40,7 +48,10 @@ class RoundSizes(Protocol):
 class DraftTerms:
     """Terms of a plan on every rank for a draft without a model: kernels of a round, bytes, and steps of the target.
 
+    Plans count the law of a draft that draws, and its draws, by themselves.
+
     Attributes:
+        read_bytes: bytes that the kernels of a round read and write.
         layers: of the target, with its output, that each drafted token passes; 0 for none.
         seen_slots: of the cache that such a step reads of a row; None for all.
         copied_slots: of a row that a round copies to a cache of the draft's own.
@@ -48,6 +59,7 @@ class DraftTerms:
     """
 
     num_kernels: int = 0
+    read_bytes: int = 0
     held_bytes: int = 0
     layers: int = 0
     seen_slots: int | None = None
@@ -68,7 +80,9 @@ class DrafterRecord:
     # `draft.model` is loaded on the ranks of `placement.draft`; without a model every rank drafts the same ids by
     # itself.
     has_model: bool = False
-    # without a model, it draws from a law, of the target's own weights; other such drafts are certain.
+    # without a model, it draws from a law, which every rank has whole; other such drafts are certain.
+    draws: bool = False
+    # without a model, it drafts with the target's own weights, whose logits its ranks then gather.
     reads_target: bool = False
     has_trees: bool = False  # it drafts what `DrafterParts.tree` says.
     # `module:function` that reads what it needs besides the models, once, when they are loaded, from its settings and
@@ -88,10 +102,9 @@ class DrafterRecord:
     # without a model, arguments of transformers' `generate`, which then drafts K tokens as it does; None for none.
     of_library: Callable[[Any, int], dict[str, object]] | None = None
 
-    @property
-    def is_certain(self) -> bool:
-        """Whether what it drafts is a function of the text, without probabilities."""
-        return not (self.has_model or self.reads_target)
+    def is_certain(self, *, is_greedy: bool = False, tree: TreeShape | None = None) -> bool:
+        """Whether what it drafts is a function of the text, without probabilities, as of models where `is_greedy`."""
+        return is_greedy or not (self.has_model or self.draws) or bool(tree and tree.is_dynamic)
 
     @property
     def settings(self) -> type[Any]:
@@ -117,7 +130,7 @@ def of_kind(kind: str) -> DrafterConfig:
 
 def free_drafts() -> list[str]:
     """The kinds of draft that need neither a model nor the target's."""
-    return [name for name, record in drafters().items() if record.make and record.is_certain]
+    return [name for name, one in drafters().items() if one.make and not (one.has_model or one.reads_target)]
 
 
 def drafts(draft: DrafterConfig) -> bool:
@@ -230,11 +243,22 @@ def drafts_greedily(draft: DrafterConfig) -> bool:
     return isinstance(draft, ModelDraftConfig) and draft.greedy
 
 
+def is_certain(draft: DrafterConfig, tree: TreeShape | None = None) -> bool:
+    """See `DrafterRecord`; at every temperature."""
+    return drafter_of(draft).is_certain(is_greedy=drafts_greedily(draft), tree=tree)
+
+
+def samples_by_row(config: RunConfig) -> bool:
+    """Whether requests have sampling settings of their own."""
+    task = TASKS.find(config.task.name)
+    return bool(config.sampling.by_row or (task and task.has_own_sampling) or request_file(config))
+
+
 def reads_draft_probs(config: RunConfig) -> bool:
     """Whether a rule compares with the draft's probabilities, so that their bits can change what is drawn."""
-    rule, task = RULES.find(config.verification.rule), TASKS.find(config.task.name)
-    samples = config.sampling.temperature > 0 or config.sampling.by_row or (task and task.has_own_sampling)
-    return bool(drafts(config.draft) and rule and rule.needs_probs and (samples or request_file(config)))
+    rule = RULES.find(config.verification.rule)
+    samples = config.sampling.temperature > 0 or samples_by_row(config)
+    return bool(drafts(config.draft) and rule and rule.needs_probs and samples)
 
 
 register(DrafterRecord(name=schema.NO_DRAFT, make=None))

@@ -28,10 +28,11 @@ from llama_ssp.models.prefill import Buckets, Prompts, read_prompts
 from llama_ssp.models.upload import to_device
 from llama_ssp.rooms.acceptance import trees
 from llama_ssp.run.decoders import Models
-from llama_ssp.settings.drafters import SAME, cache_of, drafter_of, drafts_greedily, vocabulary_of
+from llama_ssp.settings.drafters import SAME, cache_of, drafter_of, drafts_greedily, is_certain, vocabulary_of
 from llama_ssp.settings.rules import DEFAULT
 from llama_ssp.settings.schema import DrafterConfig, RunConfig, VerificationConfig
 from llama_ssp.settings.trees import TreeShape, tree_shape
+from llama_ssp.speculate.drafters.drafter import check_declared
 from llama_ssp.speculate.drafters.limited import DraftLimit
 from llama_ssp.speculate.drafters.maker import make_drafters
 from llama_ssp.speculate.sampling.context import Context, Rows
@@ -173,19 +174,20 @@ class Reader:
         self._num_nodes = max((shape.num_nodes for shape in shapes), default=0)
         longest = max([longest, *(shape.depth for shape in shapes)])
         for name, (own, draft) in drafts.items():
-            draws = config.sampling.temperature > 0 and not (drafts_greedily(draft) or drafter_of(draft).is_certain)
+            draws, record = config.sampling.temperature > 0 and not is_certain(draft), drafter_of(draft)
             drawn = [shape for shape in shapes if draws and not shape.is_dynamic]
-            own_text = replace(drafter_of(draft).alone(draft), fallback=None)
+            own_text = replace(record.alone(draft), fallback=None)
 
             def alone(num_tokens: int, tree: str | None = None, *, of: DrafterConfig = own_text) -> RunConfig:
                 rounds = replace(config.speculation, num_draft_tokens=num_tokens, tree=tree, overlap=False)
                 return replace(config, draft=of, verification=verification, speculation=rounds)
 
             is_head = own.sources[-1].origin.shape.is_head
-            is_alike = drafter_of(draft).has_model and not is_head
+            # The law of a head, or of layers of the target, may depend on where a round began.
+            is_alike = not is_head if record.has_model else record.draws and not record.reads_target
             layout = self._mesh.layout
             sees_all = vocabulary_of(draft) is SAME and cache_of(draft) is None
-            if is_alike and sees_all and layout.verify_rank in layout.draft_ranks:
+            if is_alike and record.has_model and sees_all and layout.verify_rank in layout.draft_ranks:
                 sampling = replace(config.sampling, temperature=0.0) if drafts_greedily(draft) else config.sampling
                 reader: _Whole | _Steps = _Whole(name, own, make_rule(sampling, verification), drawn)
             else:
@@ -381,6 +383,7 @@ class _Steps:
 
     def __init__(self, name: str, models: Models, config: RunConfig, drawn: Sequence[TreeShape], *, width: int) -> None:
         self.name, self.width, self.windows = name, width, _Windows(drawn, models.target.device)
+        self._is_certain, self._is_greedy = is_certain(config.draft), config.sampling.temperature == 0
         self.taps = models.make_taps()
         self._drafter, *_ = make_drafters(
             config, mesh=models.mesh, target=models.target, runner=models.draft, taps=self.taps,
@@ -416,11 +419,12 @@ class _Steps:
         draft = self._drafter.propose(
             rows, num_tokens=stop - start, uniforms_BKP=uniforms_BKP, bucket=batch.covering(stop)
         )
+        check_declared(draft, is_certain=self._is_certain and not self._is_greedy)
         if laws_BSV is None:
             return
         ids_BJ = batch.tokens(start, stop)
         proposed_BJ = draft.ids_BK
-        if draft.is_certain:
+        if draft.is_certain or self._is_greedy:
             found = _of_proposals(proposed_BJ, ids_BJ)
         else:
             laws_BJV = laws_BSV[:, start - self._first_law : stop - self._first_law]

@@ -43,7 +43,7 @@ from llama_ssp.run.checkpoints import Source, find_sources, with_number_formats
 from llama_ssp.run.decoders import Models, build_decoder, with_draft
 from llama_ssp.run.requests import PromptRequest
 from llama_ssp.run.session import Session, Viewer
-from llama_ssp.settings.drafters import drafter_of, drafts_greedily
+from llama_ssp.settings.drafters import is_certain
 from llama_ssp.settings.lengths import finder
 from llama_ssp.settings.schema import DrafterConfig, RunConfig
 from llama_ssp.weights.hashes import fingerprint
@@ -86,11 +86,6 @@ def _configs(config: RunConfig) -> list[RunConfig]:
         replace(config, sampling=replace(config.sampling, temperature=temperature))
         for temperature in temperatures_of(config)
     ]
-
-
-def is_certain(draft: DrafterConfig) -> bool:
-    """Whether a draft proposes with certainty at every temperature."""
-    return drafts_greedily(draft) or drafter_of(draft).is_certain
 
 
 def _given(session: Session) -> list[FinishedText]:

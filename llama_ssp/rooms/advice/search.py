@@ -293,8 +293,7 @@ def _with_trees(spec: PlanSpec) -> Iterator[PlanSpec]:
     is_placed = spec.draft_kind in {DraftLayout.one_rank, DraftLayout.sharded}
     if spec.drafts and is_placed and is_exact and spec.batch_size <= FEW_ROWS:
         for tree in expected_of_spec(spec).trees or (TREES if spec.has_head else ()):
-            is_certain = spec.is_certain or tree.is_dynamic
-            yield replace(spec, tree=tree, num_draft_tokens=tree.num_nodes, chooser=None, is_certain=is_certain)
+            yield replace(spec, tree=tree, num_draft_tokens=tree.num_nodes, chooser=None)
 
 
 def _series(target: PlannedModel, known: list[ModelConfig]) -> list[ModelConfig]:

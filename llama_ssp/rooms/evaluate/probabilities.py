@@ -27,12 +27,12 @@ from llama_ssp.models.cache import Taps
 from llama_ssp.models.prefill import Buckets, Prompts, read_prompts
 from llama_ssp.models.runner import Runner
 from llama_ssp.rooms.evaluate.law import NUM_NEWEST, LawSums
-from llama_ssp.rooms.evaluate.martingales import ANY_ROUNDS, Role, Rounds, TextSums
+from llama_ssp.rooms.evaluate.martingales import ANY_ROUNDS, CERTAIN, Role, Rounds, TextSums
 from llama_ssp.run.session import Session
 from llama_ssp.settings.drafters import drafter_of
 from llama_ssp.settings.rules import DEFAULT
 from llama_ssp.settings.schema import RunConfig, SamplingConfig, VerificationConfig
-from llama_ssp.speculate.drafters.drafter import Drafter
+from llama_ssp.speculate.drafters.drafter import Drafter, check_declared
 from llama_ssp.speculate.drafters.maker import make_drafters
 from llama_ssp.speculate.engine.likelihoods import Law, log_probs_of
 from llama_ssp.speculate.sampling.context import Rows
@@ -197,6 +197,7 @@ class Scorer:
         draft = drafter.propose(
             rows, num_tokens=1, uniforms_BKP=uniforms_BKP, bucket=self._buckets.covering(length + 1)
         )
+        check_declared(draft, is_certain=self._rounds.rule == CERTAIN and not self._rounds.widths)
         return draft.probs_like(torch.empty(self._batch_size, 2, vocab_size, device=tokens_BS.device))[:, 0]
 
 
@@ -283,6 +284,6 @@ def _drafter(session: Session, config: RunConfig, taps: Taps | None) -> Drafter:
     config = replace(config, draft=drafter_of(config.draft).alone(config.draft))  # a score depends on no other text
     drafter, *_ = make_drafters(
         config, mesh=models.mesh, target=models.target, runner=models.draft, taps=taps,
-        prepared=models.prepared if models.draft or drafter_of(config.draft).reads_target else None,
+        prepared=models.prepared,
     )  # fmt: skip
     return drafter

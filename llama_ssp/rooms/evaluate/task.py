@@ -14,7 +14,7 @@ from llama_ssp.rooms.evaluate.warpers import variation_from_warpers
 from llama_ssp.run.decoders import cuts_of
 from llama_ssp.run.requests import PromptRequest
 from llama_ssp.run.session import Session, Viewer
-from llama_ssp.settings.drafters import SAME, drafter_of, drafts_greedily, vocabulary_of
+from llama_ssp.settings.drafters import SAME, drafter_of, is_certain, of_kind, vocabulary_of
 from llama_ssp.settings.rules import DEFAULT
 from llama_ssp.settings.schema import RunConfig
 from llama_ssp.storage.formats import NO_QUANTIZATION, OWN_DTYPE
@@ -72,10 +72,12 @@ def _hidden(session: Session) -> Iterator[str]:
 def rounds_of(config: RunConfig, *, has_head: bool) -> Rounds:
     """Describe how the speculative rounds of a run, perhaps with a draft head or an MTP layer, draft and verify."""
     draft, rule, tree = config.draft, config.verification.rule, config.speculation.tree_shape
-    is_certain = drafts_greedily(draft) or drafter_of(draft).is_certain or bool(tree and tree.is_dynamic)
-    if is_certain and rule in {DEFAULT, BLOCK}:
+    fallback = [of_kind(draft.fallback)] if draft.fallback else []
+    if all(is_certain(one, tree) for one in (draft, *fallback)) and rule in {DEFAULT, BLOCK}:
         rule = CERTAIN
-    num_known = 1 if has_head else ANY_ROUNDS.num_known
+    record = drafter_of(draft)
+    is_own_law = record.draws and not record.reads_target  # which may depend on where a round began
+    num_known = 1 if has_head or is_own_law else ANY_ROUNDS.num_known
     if draft.fallback or vocabulary_of(draft) is not SAME or config.speculation.overlap:
         num_known = 0
     exact, models = (Dtype.fp32, NO_QUANTIZATION, OWN_DTYPE), filter(None, (config.model, draft.model))

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from llama_ssp.architectures.engine import CATCH_UP_CHUNK
+from llama_ssp.errors import ConfigError
 from llama_ssp.models.cache import Taps
 from llama_ssp.models.prefill import Buckets, Prompts
 from llama_ssp.models.runner import Cached, Runner, TreePlaces
@@ -111,6 +112,12 @@ class Remembering(Protocol):
 
     def forget(self) -> None:
         """Draft from no text that has begun so far but a row's own."""
+
+
+def check_declared(draft: Draft, *, is_certain: bool) -> None:
+    """Raise ConfigError for a draft with a law whose record says that it `is_certain`."""
+    if is_certain and not draft.is_certain:
+        raise ConfigError("the draft draws from a law, and its DrafterRecord does not say so: give it draws=True")
 
 
 def writes_ids(drafter: Drafter) -> bool:

@@ -9,7 +9,7 @@ from llama_ssp.models.cache import Taps
 from llama_ssp.models.runner import Cached, Runner
 from llama_ssp.ranks.comms import Mesh
 from llama_ssp.registry import imported
-from llama_ssp.settings.drafters import SAME, drafter_of, drafts_greedily, of_kind, vocabulary_of
+from llama_ssp.settings.drafters import SAME, drafter_of, drafts_greedily, is_certain, of_kind, vocabulary_of
 from llama_ssp.settings.rules import rule_of
 from llama_ssp.settings.schema import RunConfig
 from llama_ssp.speculate.drafters.drafter import Drafter, DrafterParts
@@ -83,7 +83,8 @@ def make_drafters(  # noqa: PLR0913 - all that a rank's drafters are made of
     assert own
     if not (fallback := config.speculation.chooser and config.draft.fallback):
         return [own]
-    return [own, _made(replace(parts, config=of_kind(fallback), runner=None, prepared=None))]
+    rule = drawing(make_rule(config.sampling, config.verification, steps=steps))  # the model's may be greedy, or cut
+    return [own, _made(replace(parts, config=of_kind(fallback), rule=rule, runner=None, prepared=None))]
 
 
 def _made(parts: DrafterParts) -> Drafter:
@@ -104,8 +105,7 @@ def _receiver(config: RunConfig, mesh: Mesh, *, vocab_size: int, device: torch.d
     """Probabilities are sent only if no rank holds both models and the rule reads them."""
     layout, sampling, shape = mesh.layout, config.sampling, config.speculation.tree_shape
     needs_probs = sampling.temperature > 0 and rule_of(config.verification.rule).needs_probs
-    is_certain = drafts_greedily(config.draft) or (shape and shape.is_dynamic)
-    if not needs_probs or is_certain or layout.draft_source_rank == layout.verify_rank:
+    if not needs_probs or is_certain(config.draft, shape) or layout.draft_source_rank == layout.verify_rank:
         return None
     # A GPU's messages have one size; on CPUs the draft counts what is left.
     num_left = sampling.top_k or 0 if device.type == "cuda" and config.speculation.overlap else 0

@@ -192,10 +192,13 @@ class Rule:
         return scores_BTV if self.takes_best else scores_BTV.masked_fill(nothing_BT[..., None], 0.0), nothing_BT
 
     def verify(self, draft: Draft, target_BTV: Tensor, *, draws: Draws) -> Verdict:
-        """Verify a draft against the output of `process` for the target's logits at K + 1 positions."""
+        """Verify a draft against the output of `process` for the target's logits at K + 1 positions.
+
+        A draft may have the law of the whole vocabulary where `shard` has a part.
+        """
         if self._verify and not draft.is_certain:
             over = {} if self.shard.is_whole else {"shard": self.shard}
-            return self._verify(draft, target_BTV, draws=draws, **over)
+            return self._verify(draft._replace(law=self.shard.own(draft.drawn_law)), target_BTV, draws=draws, **over)
         uniforms_BTP = draws.plain_BTP
         if not self.takes_best:
             uniforms_BTP = draft.nodes.at_nodes(uniforms_BTP)[:, : target_BTV.shape[1]]

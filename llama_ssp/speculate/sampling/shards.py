@@ -42,6 +42,12 @@ class Shard:
         """The ids of the `num_tokens` tokens of this rank."""
         return range(num_tokens) if self.is_whole else self._own
 
+    def own(self, numbers: Tensor) -> Tensor:
+        """This rank's part of numbers (..., V), which may be of the whole vocabulary or of its own tokens."""
+        if self.is_whole or numbers.shape[-1] == len(self._own):
+            return numbers
+        return numbers[..., self._own.start : self._own.stop]
+
     def num_of_all(self, num_tokens: int) -> int:
         """The number of tokens of all ranks together, `num_tokens` of them on this one."""
         return num_tokens if self.is_whole else self._vocab_size

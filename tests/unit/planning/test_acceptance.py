@@ -133,9 +133,12 @@ def test_a_plan_of_a_pair_that_nobody_measured_shows_low_and_high_and_how_to_mea
     assert "llama-ssp run task=toys task.keep=true model=llama3_70B draft=llama3_1B" in "\n".join(plan.notes)
 
 
-def test_a_figure_that_the_user_gave_has_no_range_and_a_run_that_finds_k_is_never_slower_than_plain() -> None:
+def test_a_figure_that_the_user_gave_has_no_range_and_a_run_that_finds_k_is_never_slower_than_plain(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     spec = make_spec("13B", "7B", acceptance=0.7)
     assert times_of(spec, A100).tokens_per_round_range is None
+    monkeypatch.setitem(DRAFTERS.records, "mine", DrafterRecord(name="mine", make="mine:make"))
     slow = times_of(replace(spec, acceptance=None, chooser=FINDER, free_draft="mine", draft=None), A100)
     assert slow.speculative_s_range[1] <= slow.plain_s_range[1]
     assert slow.tokens_per_round_range[1] > 2 * slow.tokens_per_round_range[0], "nobody knows this drafter"

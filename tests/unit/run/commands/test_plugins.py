@@ -15,18 +15,12 @@ from tests.helpers.disturbed import lines
 from tests.helpers.edits import edit_config
 from tests.helpers.exact_law import law_error
 from tests.helpers.models import VOCAB_SIZE, build_checkpoint
-from tests.helpers.plugins import launch
+from tests.helpers.plugins import examples, launch
 from tests.helpers.repository import ROOT
 from tests.helpers.table_models import random_table
 from tests.helpers.tokenizers import save_tokenizer
 
 RULE = 'register(RuleRecord(name="half", verify="my_verify:verify"))'
-
-
-def examples(section: str) -> list[str]:
-    """The code of a section of docs/extending.md, block after block."""
-    page = (ROOT / "docs" / "extending.md").read_text().partition(f"\n## {section}\n")[2].partition("\n## ")[0]
-    return re.findall(r"```\w+\n(.*?)```", page, re.DOTALL)
 
 
 @pytest.fixture
