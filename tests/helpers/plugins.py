@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -46,6 +47,13 @@ def with_law(folder: Path) -> Path:
     (folder / "conf" / "draft").mkdir(parents=True)
     (folder / "conf" / "draft" / "near.yaml").write_text(option)
     return folder
+
+
+def drafter_with_law() -> Any:  # noqa: ANN401 - a class
+    """The class of that drafter."""
+    names: dict[str, Any] = {}
+    exec(examples("A drafter with a law")[0], names)
+    return names["NearDrafter"]
 
 
 def in_this_process(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

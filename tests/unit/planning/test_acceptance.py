@@ -24,6 +24,7 @@ from llama_ssp.planning.acceptance import (
 )
 from llama_ssp.planning.plan import document, make_plan
 from llama_ssp.planning.spec import PlannedPair
+from llama_ssp.settings.drafters import DRAFTERS, DrafterRecord
 from llama_ssp.settings.trees import tree_shape
 from tests.helpers.lengths import FINDER
 from tests.helpers.own_conf import OwnConf

@@ -23,11 +23,13 @@ from llama_ssp.planning.forwards import ModelPlacement, ShardDraws
 from llama_ssp.planning.model import planned_model
 from llama_ssp.planning.timing import CostModel
 from llama_ssp.ranks.comms import Comm
+from llama_ssp.settings.drafters import DRAFTERS, DrafterRecord
 from llama_ssp.settings.schema import DraftLayout, SamplingConfig, VerificationConfig
+from llama_ssp.speculate.drafters.drafter import Drafter
 from llama_ssp.speculate.drafters.model import ModelDrafter
 from llama_ssp.speculate.drafters.shared import BroadcastDrafter
 from llama_ssp.speculate.sampling.context import Rows
-from llama_ssp.speculate.sampling.rules import make_rule
+from llama_ssp.speculate.sampling.rules import Rule, make_rule
 from llama_ssp.speculate.sampling.shards import WHOLE, Shard
 from llama_ssp.weights.checkpoint import inspect
 from tests.helpers.decoders import complete, make_decoder, parts_of, requests
@@ -35,6 +37,7 @@ from tests.helpers.fake_comm import ThreadComm, on_ranks, thread_comms
 from tests.helpers.lanes import grid, heavy
 from tests.helpers.models import VOCAB_SIZE, build_checkpoint, load_ranks
 from tests.helpers.planning import make_spec
+from tests.helpers.plugins import drafter_with_law
 from tests.helpers.prefix_runner import PrefixRunner
 
 CPU = torch.device("cpu")
@@ -139,17 +142,20 @@ def test_ranks_draft_as_one_does_with_the_collectives_that_are_planned(
     ("rule", "of_target", "of_draft"),
     [
         ("gathered", 1, 1), heavy("speculative", 3, 2), heavy("block", 4, 2), heavy("coupled", 2, 2),
-        heavy("greedy", 1, 1), ("certain", 2, 0),
+        heavy("greedy", 1, 1), ("certain", 2, 0), ("law", 3, 0), heavy("block law", 4, 0), heavy("coupled law", 2, 0),
     ],
 )  # fmt: skip
 def test_a_round_has_as_many_collectives_and_bytes_as_it_is_priced_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rule: str, of_target: int, of_draft: int
 ) -> None:
     """Those inside both models, which are sums and a gather or several of draws, and the messages between ranks."""
-    is_cut, is_certain = rule != "gathered", rule == "certain"
+    is_cut, is_certain, has_law = rule != "gathered", rule == "certain", "law" in rule
+    is_alone = is_certain or has_law
+    record = DrafterRecord(name="near", make="near:make", draws=True)
+    monkeypatch.setitem(DRAFTERS.records, "near", record)
     if is_cut:
         monkeypatch.setattr(engine, "LEAST_SHARED_BYTES", 0)
-    rule_name = rule if rule in {"block", "coupled", "greedy"} else "speculative"
+    rule_name = next((name for name in ("block", "coupled", "greedy") if name in rule), "speculative")
     temperature = 0.0 if rule == "greedy" else 0.8
     sampling = SamplingConfig(temperature=temperature, presence_penalty=0.5 * (rule == "greedy"))
     comms, models, planned = [CountingComm.of(comm) for comm in thread_comms(2)], [], []
@@ -159,18 +165,24 @@ def test_a_round_has_as_many_collectives_and_bytes_as_it_is_priced_with(
         entry = ModelConfig(name=name, path=str(tmp_path / name), dtype=Dtype.fp32)
         planned.append(planned_model(entry, device="cpu"))
     spec = make_spec(planned[0], num_ranks=2, num_draft_tokens=K, batch_size=2)
-    spec = replace(spec, rule=rule_name, counts_tokens=sampling.penalizes, free_draft="ngram" if is_certain else None)
-    if not is_certain:
+    free_draft = "near" if has_law else "ngram" if is_certain else None
+    spec = replace(spec, rule=rule_name, counts_tokens=sampling.penalizes, free_draft=free_draft)
+    if not is_alone:
         spec = replace(spec, draft=planned[1], draft_kind=DraftLayout.sharded, draft_ranks=(0, 1))
-    assert spec.draws_over_shards == (is_cut, is_cut and not is_certain)
+    assert spec.draws_over_shards == (is_cut, is_cut and not is_alone)
+
+    def with_law(_rule: Rule) -> Drafter:
+        whole = make_rule(sampling, VerificationConfig(rule=rule_name))
+        drafter: Drafter = drafter_with_law()(parts_of(rule=whole, num_draft_tokens=K, vocab_size=VOCAB_SIZE))
+        return drafter
 
     def one_rank(comm: ThreadComm) -> set[tuple[int, int]]:
         assert isinstance(comm, CountingComm)
         target, draft = (ranks[comm.rank] for ranks in models)
         decoder = make_decoder(
-            target, None if is_certain else draft, comm=comm, num_draft_tokens=K, batch_size=2, replay=False,
+            target, None if is_alone else draft, comm=comm, num_draft_tokens=K, batch_size=2, replay=False,
             sampling=sampling, rule_name=rule_name, ngram=is_certain,
-            shard=Shard(comm, VOCAB_SIZE) if is_cut else WHOLE,
+            shard=Shard(comm, VOCAB_SIZE) if is_cut else WHOLE, make_drafter=with_law if has_law else None,
         )  # fmt: skip
         step, counted = decoder.round.step, set[tuple[int, int]]()
 
@@ -185,7 +197,7 @@ def test_a_round_has_as_many_collectives_and_bytes_as_it_is_priced_with(
         return counted
 
     wanted = CostModel(spec, hardware.load("8xh100")).collectives(K)
-    of_drafts = 0 if is_certain else K * (2 * 2 + of_draft)
+    of_drafts = 0 if is_alone else K * (2 * 2 + of_draft)
     assert wanted[0] == (2 * NUM_LAYERS + 1 + of_target) + of_drafts + len(round_messages(spec, K))
     assert on_ranks(comms, one_rank) == [{wanted}] * 2
 

@@ -4,6 +4,7 @@ Shapes: B rows, K drafted tokens, T = K + 1, V vocabulary, P = 2 numbers of a dr
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor
 from llama_ssp.architectures.matrices import tokens_of_a_block, vocabulary_parts
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.settings.schema import SamplingConfig, VerificationConfig
+from llama_ssp.speculate.drafters.drafter import Drafter
 from llama_ssp.speculate.engine.verifier import NOT_A_NUMBER, Verifier
 from llama_ssp.speculate.sampling.context import Context
 from llama_ssp.speculate.sampling.draft import POINT_MASS, Draft, Law, Verdict
@@ -20,10 +22,11 @@ from llama_ssp.speculate.sampling.processors import draw, processor
 from llama_ssp.speculate.sampling.rules import Rule, make_rule, verify_block, verify_speculative
 from llama_ssp.speculate.sampling.shards import Shard
 from llama_ssp.speculate.sampling.uniforms import Draws
-from tests.helpers.decoders import complete, ids_of, make_decoder, requests
+from tests.helpers.decoders import complete, ids_of, make_decoder, parts_of, requests
 from tests.helpers.exact_law import law_error
 from tests.helpers.fake_comm import ThreadComm, on_ranks, thread_comms
 from tests.helpers.lanes import heavy, pairs
+from tests.helpers.plugins import drafter_with_law
 from tests.helpers.prefix_runner import PrefixRunner
 from tests.helpers.table_models import TableModel, random_table
 
@@ -84,10 +87,15 @@ def test_probabilities_are_those_of_one_rank_within_rounding(num_ranks: int) -> 
 
 
 class Together(Rule):
-    """A rule over shards, called as one of a whole vocabulary; the verdict is that of the last rank."""
+    """A rule over shards, called as one of a whole vocabulary; the verdict is that of the last rank.
 
-    def __init__(self, num_ranks: int, vocab_size: int, make: Callable[[Shard], Rule]) -> None:
-        comms = thread_comms(num_ranks)
+    With `has_whole_law` every rank has the law of the whole vocabulary, as of a plugin's draft.
+    """
+
+    def __init__(
+        self, num_ranks: int, vocab_size: int, make: Callable[[Shard], Rule], *, has_whole_law: bool = False
+    ) -> None:
+        comms, self._has_whole_law = thread_comms(num_ranks), has_whole_law
         super().__init__(None, verify_speculative)
         self._comms, self._parts = comms, vocabulary_parts(vocab_size, num_ranks)
         self._rules = [make(Shard(comm, vocab_size)) for comm in comms]
@@ -109,9 +117,10 @@ class Together(Rule):
         return torch.cat(self._each(lambda rule, own_BTV: rule.process(own_BTV, context), logits_BTV), dim=-1)
 
     def verify(self, draft: Draft, target_BTV: Tensor, *, draws: Draws) -> Verdict:
-        law = [] if draft.is_certain else [draft.drawn_law]
+        law = [] if draft.is_certain or self._has_whole_law else [draft.drawn_law]
+        whole = draft.law if self._has_whole_law else POINT_MASS
 
-        def verified(rule: Rule, target_BTV: Tensor, law: Law = POINT_MASS) -> Verdict:
+        def verified(rule: Rule, target_BTV: Tensor, law: Law = whole) -> Verdict:
             return rule.verify(Draft(draft.ids_BK, law), target_BTV, draws=draws)
 
         verdict: Verdict = self._each(verified, target_BTV, *law)[-1]
@@ -128,30 +137,31 @@ def tables(vocab_size: int, max_length: int) -> Sequence[TableModel]:
     return models
 
 
-def error_of(make: Callable[[Shard], Rule], *, num_ranks: int, vocab_size: int, is_point_mass: bool = False) -> float:
+def error_of(make: Callable[[Shard], Rule], *, num_ranks: int, vocab_size: int, law: str = "in parts") -> float:
     """The largest difference between the law of K + 1 tokens over shards and the target's."""
     num_drafted = 1 if vocab_size > 4 else 2
     target, draft = tables(vocab_size, num_drafted)
-    how: dict[str, Any] = {"draft": draft, "num_draft_tokens": num_drafted, "is_point_mass": is_point_mass}
-    return law_error(Together(num_ranks, vocab_size, make), WARM, target=target, **how)
+    how: dict[str, Any] = {"draft": draft, "num_draft_tokens": num_drafted, "is_point_mass": law == "certain"}
+    together = Together(num_ranks, vocab_size, make, has_whole_law=law == "whole")
+    return law_error(together, WARM, target=target, **how)
 
 
 @pytest.mark.seconds
 @pytest.mark.parametrize(
-    ("rule", "ranks_of", "is_certain"),
+    ("rule", "ranks_of", "law"),
     [
-        ("speculative", (2, 3), False), heavy("block", (3, 5), False), heavy("block", (2, 3), True),
-        heavy("speculative", (3, 5), False), heavy("speculative", (2, 4), False), heavy("block", (2, 4), False),
-        heavy("speculative", (3, 5), True),
+        ("speculative", (2, 3), "in parts"), heavy("block", (3, 5), "in parts"), heavy("block", (2, 3), "certain"),
+        heavy("speculative", (3, 5), "in parts"), heavy("speculative", (2, 4), "in parts"),
+        heavy("block", (2, 4), "in parts"), heavy("speculative", (3, 5), "certain"),
+        ("speculative", (2, 3), "whole"), ("block", (2, 3), "whole"), heavy("speculative", (2, 4), "whole"),
+        heavy("block", (3, 5), "whole"),
     ],
 )  # fmt: skip
-def test_the_text_has_exactly_the_targets_law_over_shards(
-    rule: str, ranks_of: tuple[int, int], is_certain: bool
-) -> None:
+def test_the_text_has_exactly_the_targets_law_over_shards(rule: str, ranks_of: tuple[int, int], law: str) -> None:
     num_ranks, vocab_size = ranks_of
     error = error_of(
         lambda shard: make_rule(WARM, VerificationConfig(rule=rule), shard=shard),
-        num_ranks=num_ranks, vocab_size=vocab_size, is_point_mass=is_certain,
+        num_ranks=num_ranks, vocab_size=vocab_size, law=law,
     )  # fmt: skip
     assert error < 1e-12
 
@@ -193,7 +203,7 @@ VOCAB_SIZE = 29
 
 
 def texts(
-    comm: ThreadComm | None, *, sampling: SamplingConfig, rule: str, ngram: bool, replay: bool
+    comm: ThreadComm | None, *, sampling: SamplingConfig, rule: str, drafts: str, replay: bool
 ) -> list[list[int]]:
     """What a rank writes with two models whose logits have the same bits on every rank."""
     models = [PrefixRunner(VOCAB_SIZE, seed=seed, sharpness=1.5) for seed in (0, 1)]
@@ -201,23 +211,32 @@ def texts(
         for model in models:
             model.comm = comm
     decoder = make_decoder(
-        models[0], None if ngram else models[1], sampling=sampling, rule_name=rule, ngram=ngram, comm=comm,
-        batch_size=3, replay=replay, shard=Shard(comm, VOCAB_SIZE) if comm else Shard(),
+        models[0], models[1] if drafts == "model" else None, sampling=sampling, rule_name=rule,
+        ngram=drafts == "ngram", comm=comm, batch_size=3, replay=replay,
+        shard=Shard(comm, VOCAB_SIZE) if comm else Shard(),
+        make_drafter=partial(near, sampling=sampling, rule_name=rule) if drafts == "law" else None,
     )  # fmt: skip
     return ids_of(complete(decoder, requests(24)))
 
 
+def near(_rule: Rule, *, sampling: SamplingConfig, rule_name: str) -> Drafter:
+    """The drafter with a law of docs/extending.md, which every rank has whole."""
+    rule = make_rule(sampling, VerificationConfig(rule=rule_name))
+    drafter: Drafter = drafter_with_law()(parts_of(rule=rule, vocab_size=VOCAB_SIZE))
+    return drafter
+
+
 @pytest.mark.seconds
 @pairs(
-    rule=["speculative", "block", "coupled", "greedy"], ngram=[False, True], sampling=[WARM, ELEMENTWISE],
-    num_ranks=[2, 3], replay=[True, False],
+    rule=["speculative", "block", "coupled", "greedy"], drafts=["model", "ngram", "law"],
+    sampling=[WARM, ELEMENTWISE], num_ranks=[2, 3], replay=[True, False],
 )  # fmt: skip
 def test_texts_are_those_of_one_rank(
-    rule: str, ngram: bool, sampling: SamplingConfig, num_ranks: int, replay: bool
+    rule: str, drafts: str, sampling: SamplingConfig, num_ranks: int, replay: bool
 ) -> None:
     if rule == "greedy":
         sampling = SamplingConfig(temperature=0.0, presence_penalty=0.4, bad_ids=((5,), (2, 9)))
-    how: dict[str, Any] = {"sampling": sampling, "rule": rule, "ngram": ngram, "replay": replay}
+    how: dict[str, Any] = {"sampling": sampling, "rule": rule, "drafts": drafts, "replay": replay}
     wanted = texts(None, **how)
     assert on_ranks(thread_comms(num_ranks), lambda comm: texts(comm, **how)) == [wanted] * num_ranks
 
