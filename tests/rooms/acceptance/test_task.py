@@ -4,6 +4,7 @@ import json
 import os
 import signal
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -23,10 +24,12 @@ from llama_ssp.rooms.acceptance.rows import rows_of
 from llama_ssp.rooms.acceptance.simulation import auto_seconds
 from llama_ssp.rooms.acceptance.trace import Trace
 from llama_ssp.rooms.reports import command as report
+from llama_ssp.settings.drafters import DRAFTERS
 from llama_ssp.speculate.engine.lengths import FixedLength
 from llama_ssp.weights import hub
 from tests.helpers.in_process import Ended, call, launch
 from tests.helpers.lanes import heavy
+from tests.helpers.plugins import in_this_process, with_law
 from tests.helpers.rooms import module_of
 
 READ = ("task=acceptance", "quiet=true", "device=cpu", "batch_size=8")
@@ -143,6 +146,35 @@ def test_of_certain_drafts_every_round_is_known(tmp_path: Path, words: Sequence[
     measured, mean, deviation = rounds_and_forecast(ended, trace, draft, rule, 4)
     assert measured == pytest.approx(mean, abs=1e-9)
     assert deviation == pytest.approx(0, abs=1e-6)
+
+
+@pytest.mark.seconds
+def test_a_plugins_law_is_read_as_a_law(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is a function of the token before, which the trace has exactly; 4 standard deviations of its rounds."""
+    in_this_process(with_law(tmp_path), monkeypatch)
+    words = ("--config-dir", f"{tmp_path}/conf", "draft=near", "sampling.temperature=0.5", "model.dtype=fp32")
+    ended, trace = read(tmp_path, *words, "num_samples=8")
+    assert trace.drafts["near"]["is_certain"] is False
+    assert trace.rules("near", 0) == ("speculative", "block", "coupled")
+    found, wanted = trace.arrays["near/log_q"][:, 0], list[float]()
+    for line in sorted(ended.lines, key=lambda line: (line["index"], line["sample"])):
+        before = torch.tensor(line["token_ids"][:-1])
+        laws = ((torch.arange(load("tiny").shape.vocab_size) - before[:, None]).abs() * -0.02).log_softmax(-1)
+        wanted += [-np.inf, *laws.gather(1, torch.tensor(line["token_ids"][1:])[:, None])[:, 0].tolist()]
+    assert found == pytest.approx(np.array(wanted), rel=1e-3)
+    measured, mean, deviation = rounds_and_forecast(ended, trace, "near", "speculative", 4)
+    assert abs(measured - mean) < 4 * deviation
+
+
+def test_a_law_that_its_record_does_not_declare_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_this_process(with_law(tmp_path), monkeypatch)
+    monkeypatch.setitem(DRAFTERS.records, "near", replace(DRAFTERS.of("near"), draws=False))
+    words = ("--config-dir", f"{tmp_path}/conf", "draft=near", "max_new_tokens=4", f"run_dir={tmp_path}/run")
+    ended = launch(*READ, *words)
+    assert ended.code == 2
+    assert "the draft draws from a law, and its DrafterRecord does not say so: give it draws=True\n" in ended.err
 
 
 @pytest.mark.heavy

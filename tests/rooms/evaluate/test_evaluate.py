@@ -5,6 +5,7 @@ import os
 import re
 import signal
 from collections.abc import Iterable
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from llama_ssp.reports.summary import CompletionPair, pairs_of
 from llama_ssp.rooms.evaluate import task
 from llama_ssp.rooms.evaluate.martingales import CERTAIN, FAULTS, SCORES, Rounds, Sum, roles_of, sums_of
 from llama_ssp.rooms.evaluate.probabilities import SampledText, Scorer
+from llama_ssp.settings.drafters import DRAFTERS, of_kind
 from llama_ssp.settings.schema import SamplingConfig, VerificationConfig
 from llama_ssp.speculate.drafters.model import ModelDrafter
 from llama_ssp.speculate.engine.likelihoods import log_probs_of
@@ -36,9 +38,10 @@ from tests.helpers.decoders import change_runs, complete, make_decoder, parts_of
 from tests.helpers.in_process import Ended, launch
 from tests.helpers.lanes import grid, heavy, slow
 from tests.helpers.models import FAMILIES, build_checkpoint
+from tests.helpers.plugins import in_this_process, with_law
 from tests.helpers.prefix_runner import PrefixRunner
 from tests.helpers.reports import report
-from tests.helpers.rooms import copying
+from tests.helpers.rooms import copying, need
 from tests.rooms.evaluate.law_faults import plant
 
 SMALL = ("task=evaluate", "prompt=for i in range(", "num_samples=20", "max_new_tokens=3")
@@ -156,6 +159,48 @@ def test_scores_follow_how_rounds_draft_and_verify(arguments: tuple[str, ...], r
     assert (of_head.sees_rejections, of_head.num_known) == (False, min(rounds.num_known, 1))
 
 
+@pytest.mark.seconds
+def test_the_texts_of_a_plugins_law_are_judged_by_its_law(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of a round's first token alone, since it may depend on where a round began; it has read what it needs."""
+    (with_law(tmp_path) / "my_reading.py").write_text(READING)
+    in_this_process(tmp_path, monkeypatch)
+    read = {"make": "my_reading:Reading", "prepare": "my_reading:read"}
+    monkeypatch.setitem(DRAFTERS.records, "near", replace(DRAFTERS.of("near"), **read))
+    for rule in ("speculative", "block", "coupled"):
+        config, _ = compose_run(*SMALL, "model.dtype=fp32", "draft=none", f"verification={rule}")
+        rounds = task.rounds_of(replace(config, draft=of_kind("near")), has_head=False)
+        assert rounds == Rounds(rule=rule, num_known=1)
+    words = ("--config-dir", f"{tmp_path}/conf", *SMALL, "draft=near", "suite=distribution", f"run_dir={tmp_path}/run")
+    assert launch(*words).well().summary["evaluation"]["passed"]
+    monkeypatch.setitem(DRAFTERS.records, "near", replace(DRAFTERS.of("near"), draws=False))
+    undeclared = launch(*words[:-1], f"run_dir={tmp_path}/undeclared")
+    assert undeclared.code == 2
+    assert "the draft draws from a law, and its DrafterRecord does not say so: give it draws=True\n" in undeclared.err
+
+
+def test_rounds_of_a_greedy_draft_and_a_fallback_with_a_law_are_not_certain(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    need("adaptive")
+    in_this_process(with_law(tmp_path), monkeypatch)
+    words = ("draft.greedy=true", "draft.fallback=near", "speculation.num_draft_tokens=auto")
+    config, _ = compose_run(*SMALL, "model.dtype=fp32", *words)
+    assert task.rounds_of(config, has_head=False) == Rounds(num_known=0)
+
+
+READING = """
+from my_laws import NearDrafter
+
+
+def read(config, *tokenizers):
+    return "what it needs"
+
+
+class Reading(NearDrafter):
+    def __init__(self, parts):
+        super().__init__(parts)
+        assert parts.prepared == "what it needs"
+"""
 PROMPT = (3, 1, 4)
 TEXTS = [(5,), (1, 5, 9), (2, 6, 5, 3, 5, 8, 9), (7, 9), (3, 2, 3, 8, 4)]
 SAMPLINGS = {
