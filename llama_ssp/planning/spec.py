@@ -103,6 +103,7 @@ class PlanSpec:
         rule: the verification rule; `greedy` at temperature 0, where no probabilities are needed.
         counts_tokens: penalties count the tokens of the vocabulary, or masks forbid some.
         truncates: top-k, top-p or min-p leave few tokens.
+        by_row: requests have sampling settings of their own.
         keeps_taps: the task reads taps of all tokens, whatever a head sees of a text.
         scores_texts: the target reads every text once more, for log-probabilities.
         num_samples: rows of a prompt, which is read once for them.

@@ -347,7 +347,10 @@ class CostModel:
 
     def _free_s(self, num_draft_tokens: int) -> float:
         """The work of a draft without a model; see `DraftTerms`."""
-        terms, spec = self.spec.free_terms, self.spec
+        if not self.spec.free_settings:
+            return 0.0
+        spec = replace(self.spec, num_draft_tokens=num_draft_tokens)
+        terms = spec.free_terms
         free_s = self._kernels_s(terms.num_kernels, 0, 0) + terms.read_bytes / self.hardware.read_bytes_per_s
         if spec.record.draws:  # from a whole law
             numbers = spec.batch_size * spec.vocab_size
