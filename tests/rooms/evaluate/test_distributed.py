@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.commands import run
+from tests.helpers.plugins import LAW, launch, with_law
 
 pytestmark = [pytest.mark.distributed(2), pytest.mark.slow]
 SETTINGS = ["task=evaluate", "prompt=for i in range(", "num_samples=24", "max_new_tokens=6", "gate=true"]
@@ -39,3 +40,14 @@ def test_two_ranks_come_to_the_verdict_of_one(placement: str, alone: dict[str, A
     assert found["passed"]
     for measure, wanted in zip(found["measures"], alone["measures"], strict=True):
         assert measure["value"] == pytest.approx(wanted["value"], abs=1e-3), measure["name"]
+
+
+@pytest.mark.parametrize("rule", ["speculative", "block", "coupled"])
+def test_texts_of_a_plugins_law_over_parts_of_the_vocabulary_have_the_targets_distribution(
+    rule: str, tmp_path: Path
+) -> None:
+    folder = with_law(tmp_path)
+    words = (*SETTINGS, "suite=distribution", "draft=near", "num_samples=64", "batch_size=64", f"verification={rule}")
+    done = launch(folder, *words, plugins=LAW, num_ranks=2)
+    assert done.returncode == 0, done.stderr
+    assert evaluation(folder / "run")["passed"]

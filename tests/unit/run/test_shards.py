@@ -106,10 +106,20 @@ def test_a_law_that_every_rank_has_is_verified_over_parts_of_the_vocabulary() ->
     assert decided((*words, "speculation.tree=2x2"), 2) == (False, False)
 
 
+def test_ranks_draw_over_parts_with_a_draft_model_and_gather_for_the_targets_own_layers() -> None:
+    model = ("draft=tiny-draft", "batch_size=64")
+    assert decided((*model, "placement.draft.kind=sharded"), 2, has_law=False) == (True, True)
+    apart = ("placement.draft.kind=own_gpu", "placement.draft.tp_size=2", "verification=coupled")
+    assert decided((*model, *apart), 3, has_law=False) == (False, True)
+    need("self_drafts")
+    assert decided(("draft=self", "draft.layers=1", "batch_size=64"), 2, has_law=False) == (False, False)
+
+
 def test_a_server_gathers_logits_in_its_plan_too() -> None:
     """Its requests have sampling settings of their own."""
     need("serve")
     config, _ = compose_run("task=serve", "model=tiny", "draft=none", "batch_size=64")
+    config.draft = of_kind("near")
     spec = make_spec(config, world_size=2, device="cpu", prompt_tokens=8)
     config.sampling = SamplingConfig(temperature=1.0, by_row=True)
     assert spec.draws_over_shards == cuts_of(run_of(config, 2), config) == (False, False)
