@@ -4,6 +4,7 @@ import os
 import sys
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,7 +20,7 @@ SETTINGS = ("task=generate", "draft=near", "max_new_tokens=8", "model.dtype=fp32
 OVER_PARTS, GATHERED = 64, 48
 """Rows whose logits at K + 1 places have more than 4 MiB, and fewer."""
 PROMPTS = [f"x = {number}" for number in range(OVER_PARTS)]
-GREEDY = {"temperature": 0.0, "presence_penalty": 0.5}
+GREEDY: dict[str, Any] = {"temperature": 0.0, "presence_penalty": 0.5}
 """With a penalty, so that ranks do not just exchange their best tokens."""
 
 

@@ -154,12 +154,14 @@ def test_a_plugins_law_is_read_as_a_law(tmp_path: Path, monkeypatch: pytest.Monk
     in_this_process(with_law(tmp_path), monkeypatch)
     words = ("--config-dir", f"{tmp_path}/conf", "draft=near", "sampling.temperature=0.5", "model.dtype=fp32")
     ended, trace = read(tmp_path, *words, "num_samples=8")
-    assert trace.drafts["near"]["is_certain"] is False
+    shape = load("tiny").shape
+    assert shape
+    assert (trace.drafts["near"]["is_certain"], trace.drafts["near"]["width"]) == (False, 1)
     assert trace.rules("near", 0) == ("speculative", "block", "coupled")
     found, wanted = trace.arrays["near/log_q"][:, 0], list[float]()
     for line in sorted(ended.lines, key=lambda line: (line["index"], line["sample"])):
         before = torch.tensor(line["token_ids"][:-1])
-        laws = ((torch.arange(load("tiny").shape.vocab_size) - before[:, None]).abs() * -0.02).log_softmax(-1)
+        laws = ((torch.arange(shape.vocab_size) - before[:, None]).abs() * -0.02).log_softmax(-1)
         wanted += [-np.inf, *laws.gather(1, torch.tensor(line["token_ids"][1:])[:, None])[:, 0].tolist()]
     assert found == pytest.approx(np.array(wanted), rel=1e-3)
     measured, mean, deviation = rounds_and_forecast(ended, trace, "near", "speculative", 4)

@@ -164,8 +164,8 @@ def test_the_texts_of_a_plugins_law_are_judged_by_its_law(tmp_path: Path, monkey
     """That of a round's first token alone, since it may depend on where a round began; it has read what it needs."""
     (with_law(tmp_path) / "my_reading.py").write_text(READING)
     in_this_process(tmp_path, monkeypatch)
-    read = {"make": "my_reading:Reading", "prepare": "my_reading:read"}
-    monkeypatch.setitem(DRAFTERS.records, "near", replace(DRAFTERS.of("near"), **read))
+    reading = replace(DRAFTERS.of("near"), make="my_reading:Reading", prepare="my_reading:read")
+    monkeypatch.setitem(DRAFTERS.records, "near", reading)
     for rule in ("speculative", "block", "coupled"):
         config, _ = compose_run(*SMALL, "model.dtype=fp32", "draft=none", f"verification={rule}")
         rounds = task.rounds_of(replace(config, draft=of_kind("near")), has_head=False)

@@ -65,7 +65,7 @@ def test_it_has_no_law_where_rules_read_none(rule_name: str, temperature: float)
 
 def test_it_drafts_forced_tokens_with_certainty_and_the_others_from_its_law() -> None:
     draft = drafted(forced_BK=torch.tensor([[-1, 7, -1], [8, -1, -1]]))
-    assert (draft.ids_BK[0, 1], draft.ids_BK[1, 0]) == (7, 8)
+    assert (int(draft.ids_BK[0, 1]), int(draft.ids_BK[1, 0])) == (7, 8)
     is_certain_BK = draft.drawn_law[:, :K].amax(-1) == 1
     assert is_certain_BK.tolist() == [[False, True, False], [True, False, False]]
 
