@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, reduce
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -305,6 +305,12 @@ class Matrix:
     num_sharers: int = 1
     num_units: int = 0  # heads of a recurrence, which ranks share; 0 where the module's name says how it is cut.
     is_plain: bool = False  # kept in the model's number format, whatever the storage format and the device.
+    name: str = ""  # of the module in the library, with `*` for the number of the layer.
+    is_kept: bool = False  # not quantized in files whose other matrices are.
+
+    def named(self, layer: int) -> str:
+        """The name of the module in a layer."""
+        return self.name.replace("*", str(layer), 1)
 
     @cached_property
     def num_elements(self) -> int:
@@ -415,7 +421,16 @@ class Inventory:
     @cached_property
     def matrix_sizes(self) -> Mapping[int, int]:
         """Numbers of matrices of a layer by their number of elements."""
-        return Counter(matrix.num_elements for matrix in self.layer if not (matrix.num_chosen or matrix.is_plain))
+        return self._sizes(is_kept=False)
+
+    @cached_property
+    def kept_sizes(self) -> Mapping[int, int]:
+        """The same of the matrices that quantized files leave as they are."""
+        return self._sizes(is_kept=True)
+
+    def _sizes(self, *, is_kept: bool) -> Mapping[int, int]:
+        alike = (matrix for matrix in self.layer if matrix.is_kept is is_kept)
+        return Counter(matrix.num_elements for matrix in alike if not (matrix.num_chosen or matrix.is_plain))
 
     @cached_property
     def plain_elements(self) -> int:
@@ -478,6 +493,29 @@ class Inventory:
         return self._of_each(
             lambda layer: replace(layer, layer=tuple(map(kept, layer.layer))), embeddings=embeddings, head=head
         )
+
+    def renamed(self, parts: Collection[tuple[str, str]]) -> "Inventory":
+        """The same parameters, whose modules have other parts of names."""
+
+        def changed(layer: Inventory) -> Inventory:
+            return replace(layer, layer=tuple(map(of_matrix, layer.layer)))
+
+        def of_matrix(matrix: Matrix) -> Matrix:
+            name = reduce(lambda found, part: found.replace(*part), parts, matrix.name)
+            return replace(matrix, name=name)
+
+        return self._of_each(changed) if parts else self
+
+    def leaving(self, names: Collection[str]) -> "Inventory":
+        """The parameters of a model whose files do not quantize the modules of these names."""
+        if not names:
+            return self
+        layers = (self.by_layer(number) for number in range(self.num_layers))
+        each = [
+            replace(layer, layer=tuple(replace(one, is_kept=one.named(number) in names) for one in layer.layer))
+            for number, layer in enumerate(layers)
+        ]
+        return joined(each, final_vectors=self.outer_vectors, embeddings=self.embeddings, head=self.head)
 
     def without_tables(self, number: int) -> "Inventory":
         """The parameters without the embeddings, and of two tables without the output, which another model has."""
@@ -571,7 +609,7 @@ def decoder(
     shape: ModelShape, modules: Sequence[str] = (*ATTENTION, *GATED),
     *,
     biased: Collection[str] = (), norms: int = 2, final_norms: int = 1, head_norms: int = 0,
-    routes_by_bias: bool = False,
+    routes_by_bias: bool = False, names: Collection[tuple[str, str]] = (),
 ) -> Inventory:  # fmt: skip
     """List the parameters of a decoder with grouped-query attention and one MLP in each layer, such as Llama.
 
@@ -583,6 +621,7 @@ def decoder(
         final_norms: and after the last layer.
         head_norms: vectors of the head dim in a layer.
         routes_by_bias: experts have a bias each that they are chosen by.
+        names: parts of a Llama's names, and what the library has in their place.
     """
     width, units = shape.hidden_size, shape.intermediate_size
     queries, keys = (number * shape.head_dim for number in (shape.num_attention_heads, shape.num_key_value_heads))
@@ -595,14 +634,21 @@ def decoder(
         rows, columns, cut = outputs.get(name, units), width, 0
         if name in _OF_HEADS or name == modules[-1]:
             rows, columns, cut = width, queries if name in _OF_HEADS else units, 1
-        layer.append(Matrix(module=name, num_rows=rows, num_columns=columns, cut=cut, has_bias=name in biased))
+        part = "self_attn" if _CUTS[name] in HEAD_CUTS else "mlp"
+        layer.append(
+            Matrix(
+                module=name, num_rows=rows, num_columns=columns, cut=cut, has_bias=name in biased,
+                name=f"model.layers.*.{part}.{name}",
+            )
+        )  # fmt: skip
     table = Matrix(module="embed_tokens", num_rows=shape.vocab_size, num_columns=width, cut=0)
     head = None if shape.tie_word_embeddings else replace(table, module="lm_head", has_bias="lm_head" in biased)
     found = Inventory(
         layer=tuple(layer), layer_vectors=norms * width + head_norms * shape.head_dim, embeddings=(table,), head=head,
         final_vectors=final_norms * width, num_layers=shape.num_hidden_layers,
     )  # fmt: skip
-    return _with_experts(found, shape, routes_by_bias=routes_by_bias) if shape.num_experts else found
+    found = _with_experts(found, shape, routes_by_bias=routes_by_bias) if shape.num_experts else found
+    return found.renamed(names)
 
 
 def _with_experts(dense: Inventory, shape: ModelShape, *, routes_by_bias: bool) -> Inventory:
@@ -612,7 +658,7 @@ def _with_experts(dense: Inventory, shape: ModelShape, *, routes_by_bias: bool) 
     def both(name: str, units: int, *, copies: float = 1, num_chosen: float = 0) -> list[Matrix]:
         return [
             Matrix(module=f"{name}.{module}", num_rows=rows, num_columns=columns, cut=cut, copies=copies,
-                   num_chosen=num_chosen)
+                   num_chosen=num_chosen, name=f"model.layers.*.mlp.{name}.{module}")
             for module, rows, columns, cut in (("gate_up_proj", 2 * units, width, 0), ("down_proj", width, units, 1))
         ]  # fmt: skip
 

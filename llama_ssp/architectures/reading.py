@@ -168,10 +168,12 @@ def _by_modules(folder: Path, model_type: str) -> tuple[ModelShape | None, str]:
 
 def read_stored_format(folder: Path, shape: ModelShape) -> StoredFormat | None:
     """The storage of linear layers by config.json, None if it says nothing; CheckpointError for a faulty file."""
-    modules = [matrix.module for matrix in inventory(shape).layer]
+    held = inventory(shape)
+    layers = [
+        [one.named(number) for one in held.by_layer(number).layer if one.name] for number in range(held.num_layers)
+    ]
     return stored_format(
-        text_part(read_model_config(folder)), modules=modules, num_layers=shape.num_hidden_layers,
-        ties_head=shape.tie_word_embeddings,
+        text_part(read_model_config(folder)), layers=layers, head="" if shape.tie_word_embeddings else "lm_head",
         has_odd_experts=shape.num_experts > 0 and not record_of(shape.model_type).gates_experts,
     )  # fmt: skip
 

@@ -229,16 +229,14 @@ def _matrices_s(
     storage, plain = model.storage, format_of(NO_QUANTIZATION)
     product = partial(_roofline_s, model=model, hardware=hardware, equal_bits=placement.equal_bits)
     layer = product(held.matrix_sizes, storage=storage, tokens=tokens)
-    for matrix in [each for each in held.layer if not each.is_plain] if model.kept_shares else ():
-        price = partial(product, {matrix.num_elements: 1}, tokens=tokens)
-        layer += dict(model.kept_shares).get(matrix.module, 0.0) * (price(storage=plain) - price(storage=storage))
+    layer += product(held.kept_sizes, storage=plain, tokens=tokens)
     plain_bytes, operations = DTYPE_BYTES[model.dtype] * held.plain_elements, 2 * tokens * held.plain_elements
     layer += _product_s(plain_bytes, model, hardware, operations=operations)
     experts = 0.0
     for matrix in held.experts:  # a copy that is read multiplies the tokens that chose it
         used, size = matrix.num_used(tokens), matrix.num_rows * matrix.num_columns
         own_tokens = max(round(tokens * matrix.num_chosen / used), 1)
-        experts += used * product({size: 1}, storage=storage, tokens=own_tokens)
+        experts += used * product({size: 1}, storage=plain if matrix.is_kept else storage, tokens=own_tokens)
     head = product({held.output.num_elements: 1}, storage=plain, tokens=scored) if has_head else 0.0
     return held.num_layers * (layer + experts) + head
 

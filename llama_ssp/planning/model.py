@@ -151,11 +151,6 @@ class PlannedModel:
         return storage.name if storage.is_quantized else self.dtype.name
 
     @cached_property
-    def kept_shares(self) -> tuple[tuple[str, float], ...]:
-        """See `StoredFormat`."""
-        return self.stored_format.kept_shares if self.stored_format else ()
-
-    @cached_property
     def layout(self) -> PackedLayout | None:
         """The packed layout of files that are kept as they are; None for others."""
         layout = self.stored_format.layout if self.stored_format else None
@@ -246,6 +241,8 @@ def planned_model(model: ModelConfig, *, device: str) -> PlannedModel:
     packed = model.stored_format
     if model.path is not None and (read_path(model.path) / CONFIG_FILE).is_file():
         packed = read_stored_format(read_path(model.path), shape)
+    if packed and packed.kept:
+        shape = replace(shape, modules=inventory(shape).leaving(packed.kept))
     if packed and packed.planned and model.quantization == NO_QUANTIZATION:
         model = replace(model, quantization=packed.planned)
     dtype = number_format(model, device=device)

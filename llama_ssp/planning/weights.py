@@ -90,7 +90,7 @@ def _bytes_of_alike(held: Inventory, model: PlannedModel, *, device: str) -> Wei
     copy. A layout with scattered groups stores an order of the inputs for each product; in the lean decoder
     matrices with the same input form one.
     """
-    storage, layout, kept_shares = model.storage, model.layout, dict(model.kept_shares)
+    storage, layout = model.storage, model.layout
     size, matrix_size = DTYPE_BYTES[model.dtype], DTYPE_BYTES[model.matrix_dtype(device)]
     kept = _in_blocks if matrix_size != size else lambda matrix: matrix
     layer_kept = (lambda matrix: matrix) if storage.is_quantized else kept
@@ -110,9 +110,8 @@ def _bytes_of_alike(held: Inventory, model: PlannedModel, *, device: str) -> Wei
                 stored = storage.packing.matrix_bytes(elements, matrix_size, group=storage.packing.least_group)
             stored += 0 if product in products else round(ORDER_BYTES * matrix.copies * columns)
         row_scales = round(storage.packing.row_bytes * matrix.num_rows * matrix.copies)
-        if share := max(kept_shares.get(matrix.module, 0.0), matrix.is_plain):
-            unquantized = (matrix_size, size)[matrix.is_plain] * kept(matrix).num_elements
-            stored, row_scales = round(share * unquantized + (1 - share) * stored), round((1 - share) * row_scales)
+        if matrix.is_plain or matrix.is_kept:
+            stored, row_scales = (matrix_size, size)[matrix.is_plain] * kept(matrix).num_elements, 0
         bias = size * matrix.num_rows if matrix.has_bias else 0
         if matrix.cut is None:
             repeated += stored + row_scales + bias
@@ -220,11 +219,11 @@ def _check_groups(model: PlannedModel, held: tuple[Inventory, ...]) -> None:
 
     Of families without a record, whose matrices a plan does not know, runs alone find that.
     """
-    storage, layout, kept = model.storage, model.layout, dict(model.kept_shares)
+    storage, layout = model.storage, model.layout
     group = layout.slice_group if layout and layout.slice_group else storage.packing.least_group
     is_known = record_of(model.shape.model_type).is_written
     for matrices in zip(*(share.layer for share in held), strict=True) if is_known else ():
-        widths = {matrix.num_columns for matrix in matrices if kept.get(matrix.module) != 1}
+        widths = {matrix.num_columns for matrix in matrices if not matrix.is_kept}
         check_inputs(
             storage.name, matrices[0].module, widths, group=group, is_cut=len(held) > 1 and matrices[0].cut == 1,
             num_ranks=len(held), is_stored=layout is not None,

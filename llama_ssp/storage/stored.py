@@ -3,9 +3,12 @@
 Runs keep weights as they are stored where a storage format has a layout, and refuse others; plans say the same.
 """
 
-from collections.abc import Collection, Mapping
+import re
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
+from fnmatch import translate
+from itertools import count
 from typing import Any
 
 from llama_ssp.errors import CheckpointError, ConfigError, shown
@@ -38,8 +41,7 @@ class StoredFormat:
     layout: PackedLayout | None = None  # in which runs read it; None if they cannot.
     problem: str | None = None  # a clause that says why they cannot.
     counted: str | None = None  # the storage format that a plan counts, if they cannot and the bits are known.
-    # by module, the share of the layers in which its matrix is not quantized; others are in none.
-    kept_shares: tuple[tuple[str, float], ...] = ()
+    kept: frozenset[str] = frozenset()  # modules of layers that are not quantized, by the library's names.
 
     @property
     def storage(self) -> str | None:
@@ -84,17 +86,15 @@ def unreadable(problem: str) -> str:
 
 
 def stored_format(
-    content: Mapping[str, Any],
-    *,
-    modules: Collection[str],
-    num_layers: int,
-    ties_head: bool = False,
-    has_odd_experts: bool = False,
+    content: Mapping[str, Any], *, layers: Sequence[Sequence[str]], head: str = "", has_odd_experts: bool = False
 ) -> StoredFormat | None:
     """The format that a config.json describes, on top or in its text part; None without a description.
 
-    `modules` are the matrices of a layer, by the last parts of their names. A head that `ties_head` to the embedding is
-    not quantized. No format keeps the experts of a model that `has_odd_experts`.
+    Args:
+        content: of the file.
+        layers: the modules of each layer that may be quantized, by the library's names.
+        head: the module of the output, if this is not the embedding, which is not quantized.
+        has_odd_experts: no format keeps the experts of the model.
     """
     parts = [part for part in (content, content.get("text_config")) if isinstance(part, dict)]
     holder = next((part for part in parts if QUANTIZATION in part), None)
@@ -110,32 +110,40 @@ def stored_format(
     kept, quantized = _patterns(described)
     kept += [] if layout.joint else ["self_attn", "lm_head"]  # experts alone are quantized
     try:
-        are_kept, are_quantized = _Modules(kept), _Modules(quantized)
+        are_kept, are_quantized = (
+            _Modules(patterns, are_whole=method == tools.COMPRESSED) for patterns in (kept, quantized)
+        )
     except CheckpointError as error:
         return StoredFormat(name=layout.name, problem=str(error), counted=layout.storage)
-    kept_of = {module: _are_kept(_names(module, num_layers), are_kept, are_quantized) for module in modules}
-    may_have_head = method in (tools.COMPRESSED, tools.MODELOPT) or described.get("lm_head") is True
-    experts = [[f"{prefix}.layers.{layer}.mixer.experts.0.up_proj" for prefix in ("backbone", "model")]
-               for layer in range(num_layers)]  # fmt: skip
-    problem = _half_quantized(kept_of)
-    if has_odd_experts and not all(_are_kept(experts, are_kept, are_quantized)):
+
+    def keeps(module: str) -> bool:
+        names = _names(module, said)
+        return any(name in are_kept for name in names) or not any(name in are_quantized for name in names)
+
+    said = "\n".join((*kept, *quantized))
+    left = [{name for name in layer if keeps(name)} for layer in layers]
+    problem = next(filter(None, map(_half_quantized, count(), layers, left)), None)
+    packed = {name for layer in layers for name in layer}.difference(*left)
+    if has_odd_experts and any(_EXPERTS in name for name in packed):
         problem = "experts without a gate"
-    if may_have_head and not ties_head and not all(_are_kept([["lm_head"]], are_kept, are_quantized)):
+    may_have_head = method in (tools.COMPRESSED, tools.MODELOPT) or described.get("lm_head") is True
+    if may_have_head and head and not keeps(head):
         problem = "a quantized output head"
     return StoredFormat(
         name=layout.name, layout=None if problem else layout, problem=problem,
-        counted=layout.storage if problem else None,
-        kept_shares=tuple((module, sum(found) / len(found)) for module, found in kept_of.items() if any(found)),
+        counted=layout.storage if problem else None, kept=frozenset().union(*left),
     )  # fmt: skip
 
 
-def _half_quantized(kept_of: Mapping[str, list[bool]]) -> str | None:
+def _half_quantized(number: int, layer: Sequence[str], kept: Collection[str]) -> str | None:
     """The matrices with one input of which a layer has some quantized, as a problem; None for none."""
-    for product in dict.fromkeys(_FUSED.values()):
-        group = [module for module in kept_of if _FUSED.get(module) == product]
-        for layer, found in enumerate(zip(*(kept_of[module] for module in group), strict=True)):
-            if len({*found}) > 1:
-                return f"some of {', '.join(group)} alone, in layer {layer}"
+    groups = defaultdict[tuple[str, str], list[str]](list)
+    for name in layer:
+        parent, _, leaf = name.rpartition(".")
+        groups[parent, _FUSED.get(leaf, leaf)].append(name)
+    for group in groups.values():
+        if len({name in kept for name in group}) > 1:
+            return f"some of {', '.join(name.rpartition('.')[2] for name in group)} alone, in layer {number}"
     return None
 
 
@@ -146,7 +154,7 @@ _KEPT = ("ignore", "ignored_layers", "modules_to_not_convert", "llm_int8_skip_mo
 def _patterns(described: Mapping[str, Any]) -> tuple[list[str], list[str]]:
     """The modules that are not quantized, and the modules that are."""
     kept = [name for field in _KEPT for name in _texts(described.get(field))]
-    kept += [f"re:{pattern.removeprefix('-:')}" for pattern in described.get("dynamic") or ()]
+    kept += [f"re:{name.removeprefix('-:')}" for name in described.get("dynamic") or () if name.startswith("-:")]
     kept += tools.left_out(described.get("extra_config") or {}) or []
     groups = described.get("config_groups")
     targets = [
@@ -164,35 +172,56 @@ def _texts(values: object) -> list[str]:
     return [value for value in values if isinstance(value, str)] if isinstance(values, list) else []
 
 
-_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "out_proj", "dense", "query_key_value")
+_EXPERTS = ".experts."
 _FUSED = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj"),
     **dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj"),
 }
-_PREFIXES = ("model", "model.language_model", "language_model.model", "language_model")
+_LEAVES = {
+    **{leaf: (fused,) for leaf, fused in _FUSED.items()},
+    "gate_up_proj": ("gate_proj", "up_proj", "w1", "w3"), "down_proj": ("w2",),
+}  # fmt: skip
+"""Other last parts of a module's name in files, which may have fused matrices in parts, or parts fused."""
+_PARTS = {".mlp.": ".block_sparse_moe.", ".forget_gate.": "."}
+"""Parts of the library's names, and what files have in their place."""
+_OF_TEXT_PARTS = "language_model.model.", "model.language_model.", "language_model.", "thinker.model."
+_BEGINNINGS = {
+    "model.": ("backbone.", *_OF_TEXT_PARTS, "language_model.backbone."),
+    "lm_head": ("language_model.lm_head", "thinker.lm_head"),
+}
+"""Beginnings of the library's names, and what files have in their place, most of them of models that read images."""
 
 
-def _names(module: str, num_layers: int) -> list[list[str]]:
-    """Names by layer that files may give a module of it: of a text model, or of the text part of another."""
-    parent = "self_attn" if module in _ATTENTION else "mlp"
-    leaves = [module, *([_FUSED[module]] if module in _FUSED else [])]
-    return [
-        [f"{prefix}.layers.{layer}.{parent}.{leaf}" for prefix in _PREFIXES for leaf in leaves]
-        for layer in range(num_layers)
-    ]
-
-
-def _are_kept(names: list[list[str]], kept: "_Modules", quantized: "_Modules") -> list[bool]:
-    """Whether a matrix is not quantized, for each layer with the names that it may have there."""
-    return [any(name in kept for name in same) or not any(name in quantized for name in same) for same in names]
+def _names(module: str, said: str) -> list[str]:
+    """The names that files may give a module of the library, as far as their words are `said` anywhere."""
+    parent, dot, leaf = module.rpartition(".")
+    parents = [parent + dot]
+    parents += [parents[0].replace(ours, theirs) for ours, theirs in _PARTS.items() if ours in parents[0]]
+    parents += [f"{each}0." for each in parents if each.endswith(_EXPERTS)]
+    names = [each + last for each in parents for last in (leaf, *_LEAVES.get(leaf, ()))]
+    renamed = (
+        theirs + name.removeprefix(ours)
+        for ours, beginnings in _BEGINNINGS.items()
+        for theirs in beginnings
+        if all(word in said for word in theirs.split("."))
+        for name in names
+        if name.startswith(ours)
+    )
+    return [*names, *renamed]
 
 
 class _Modules:
-    """The modules that patterns name: consecutive parts of a name, with `*` too, or `re:` and a `Pattern`."""
+    """The modules that patterns name: consecutive parts of a name, with `*` too, or `re:` and a `Pattern`.
 
-    def __init__(self, patterns: list[str]) -> None:
+    Names of tools that give all of a name `are_whole`.
+    """
+
+    def __init__(self, patterns: list[str], *, are_whole: bool) -> None:
         self._parts = {pattern.strip(".") for pattern in patterns if "*" not in pattern}
-        self._globs = [f"*.{glob.strip('.')}.*" for glob in patterns if "*" in glob and not glob.startswith("re:")]
+        self._first = {part.partition(".")[0] for part in self._parts}
+        self._are_whole = are_whole
+        globs = [f"*.{glob.strip('.')}.*" for glob in patterns if "*" in glob and not glob.startswith("re:")]
+        self._globs = re.compile("|".join(map(translate, globs))) if globs else None
         self._expressions = [
             Pattern(pattern.removeprefix("re:"), where="the pattern of modules")
             for pattern in patterns
@@ -200,12 +229,14 @@ class _Modules:
         ]
 
     def __contains__(self, name: str) -> bool:
-        words = name.split(".")
-        inner = (
-            ".".join(words[start:stop]) for start in range(len(words)) for stop in range(start + 1, len(words) + 1)
-        )
         return (
-            any(part in self._parts for part in inner)
-            or any(fnmatchcase(f".{name}.", glob) for glob in self._globs)
+            any(part in self._parts for part in ([name] if self._are_whole else self._inner(name)))
+            or bool(self._globs and self._globs.match(f".{name}."))
             or any(expression.match(name) for expression in self._expressions)
         )
+
+    def _inner(self, name: str) -> Iterator[str]:
+        """Consecutive parts that begin as any pattern does."""
+        words = name.split(".")
+        for start in (place for place, word in enumerate(words) if word in self._first):
+            yield from (".".join(words[start:stop]) for stop in range(start + 1, len(words) + 1))

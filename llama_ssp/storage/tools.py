@@ -74,7 +74,8 @@ def gptq(
     problems = [*problems, *differences(described, wanted)]
     problems += [] if isinstance(order, bool) else [f"desc_act {shown(order)}"]
     problems += [] if version in ("gptq", "gptq_v2") else [f"checkpoint_format {shown(version)}"]
-    if not all(pattern.startswith("-:") for pattern in described.get("dynamic") or ()):
+    dynamic = described.get("dynamic") or {}
+    if not isinstance(dynamic, dict) or any(found for name, found in dynamic.items() if not name.startswith("-:")):
         problems.append(f"dynamic {shown(described['dynamic'])}")
     return in_groups(
         grouped(described.get("group_size")), described, problems, storage=storage, name=name, weight="qweight",

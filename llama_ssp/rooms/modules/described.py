@@ -71,7 +71,10 @@ def modules_of(model: PreTrainedModel, shape: ModelShape) -> Inventory:
                 num_copies, *sizes = parameter.shape
                 rows, columns = sizes[::-1] if getattr(module, "is_transposed", False) else sizes
                 cut = None if cut is None else int(leaf.startswith("down"))
-                found = Matrix(module=f"experts.{leaf}", num_rows=rows, num_columns=columns, cut=cut, num_chosen=1)
+                found = Matrix(
+                    module=f"experts.{leaf}", num_rows=rows, num_columns=columns, cut=cut, num_chosen=1,
+                    name=f"{kind[0]}{leaf}",
+                )  # fmt: skip
                 layers[number][found] += num_copies
             elif leaf == "weight" and (is_linear(name, module) or isinstance(module, nn.Embedding)):
                 rows, columns = parameter.shape
@@ -80,7 +83,7 @@ def modules_of(model: PreTrainedModel, shape: ModelShape) -> Inventory:
                     cut = int(name.endswith(("out_proj", ".o_proj")))
                 found = Matrix(
                     module=short if is_inner else short.rpartition(".")[2], num_rows=rows, num_columns=columns, cut=cut,
-                    num_units=num_units, is_plain=name in plain,
+                    num_units=num_units, is_plain=name in plain, name=kind[0].removesuffix(".") * bool(is_inner),
                 )  # fmt: skip
                 if is_inner:
                     layers[number][found] += 1

@@ -44,46 +44,52 @@ class Layers:
             self._layers[place]["vectors"] += number
 
     def add(
-        self, places: Iterable[int], rows: Mapping[str, int], *, columns: int = 0, cut: int | None = 0, copies: int = 1,
-        **how: Any,
+        self, places: Iterable[int], part: str, rows: Mapping[str, int], *, columns: int = 0, cut: int | None = 0,
+        copies: int = 1, **how: Any,
     ) -> None:  # fmt: skip
-        """Count matrices by name in these layers, by default with inputs of the model's width."""
+        """Count matrices of a part of these layers by name, by default with inputs of the model's width."""
         for name, size in rows.items():
+            how["name"] = f"model.layers.*.{part}.{name}"
             matrix = Matrix(module=name, num_rows=size, num_columns=columns or self.width, cut=cut, **how)
             for place in places:
                 self._layers[place]["matrices"][matrix] += copies
 
-    def add_output(self, places: Iterable[int], name: str, columns: int, *, cut: int | None = 1, **how: Any) -> None:
+    def add_output(
+        self, places: Iterable[int], part: str, name: str, columns: int, *, cut: int | None = 1, **how: Any
+    ) -> None:
         """Count a matrix back to the model's width."""
-        self.add(places, {name: self.width}, columns=columns, cut=cut, **how)
+        self.add(places, part, {name: self.width}, columns=columns, cut=cut, **how)
 
     def add_mlp(
-        self, places: Iterable[int], units: int, *, part: str = "", names: Iterable[str] = GATED, is_cut: bool = True
-    ) -> None:
-        """Count an MLP of `units`, its last matrix back to the model's width."""
-        *first, last = (f"{part}{name}" for name in names)
-        self.add(places, dict.fromkeys(first, units), cut=0 if is_cut else None)
-        self.add_output(places, last, units, cut=1 if is_cut else None)
+        self, places: Iterable[int], units: int, *, part: str = "mlp", shared: str = "", names: Iterable[str] = GATED,
+        is_cut: bool = True,
+    ) -> None:  # fmt: skip
+        """Count an MLP of `units`, perhaps the `shared` one, its last matrix back to the model's width."""
+        *first, last = (f"{shared}{name}" for name in names)
+        self.add(places, part, dict.fromkeys(first, units), cut=0 if is_cut else None)
+        self.add_output(places, part, last, units, cut=1 if is_cut else None)
 
     def add_experts(
-        self, places: Collection[int], *, first: str = "gate_up_proj", width: int = 0, bias: bool = False
-    ) -> None:
+        self, places: Collection[int], *, part: str = "mlp", first: str = "gate_up_proj", width: int = 0,
+        bias: bool = False,
+    ) -> None:  # fmt: skip
         """Count experts in these layers, perhaps with inputs of another `width`, and their router."""
         shape, width = self.shape, width or self.width
         units, how = shape.moe_intermediate_size, {"copies": shape.num_experts, "num_chosen": 1}
-        self.add(places, {f"experts.{first}": units * (1 + (first == "gate_up_proj"))}, columns=width, **how)
-        self.add(places, {"experts.down_proj": width}, columns=units, cut=1, **how)
+        self.add(places, part, {f"experts.{first}": units * (1 + (first == "gate_up_proj"))}, columns=width, **how)
+        self.add(places, part, {"experts.down_proj": width}, columns=units, cut=1, **how)
         self.add_vectors(places, shape.num_experts * (self.width + bias))
 
     def add_attention(
-        self, places: Collection[int], *, last: str = "o_proj", head_norms: int = 0, gates: bool = False,
-        is_cut: bool = True,
+        self, places: Collection[int], *, part: str = "self_attn", last: str = "o_proj", head_norms: int = 0,
+        gates: bool = False, is_cut: bool = True,
     ) -> None:  # fmt: skip
         """Count attention with keys and values, `head_norms` vectors of its head dim, and gates beside queries."""
         shape = self.shape
         queries, keys = (count * shape.head_dim for count in (shape.num_attention_heads, shape.num_key_value_heads))
-        self.add(places, {"q_proj": queries * (1 + gates), "k_proj": keys, "v_proj": keys}, cut=0 if is_cut else None)
-        self.add_output(places, last, queries, cut=1 if is_cut else None)
+        made = {"q_proj": queries * (1 + gates), "k_proj": keys, "v_proj": keys}
+        self.add(places, part, made, cut=0 if is_cut else None)
+        self.add_output(places, part, last, queries, cut=1 if is_cut else None)
         biases = queries + 2 * keys + self.width if self.field("attention_bias") else 0
         self.add_vectors(places, head_norms * shape.head_dim + biases)
         self._cache(places)
@@ -97,28 +103,30 @@ class Layers:
 
     def add_latents(self, places: Collection[int]) -> None:
         """Count attention whose keys and values are made of a latent."""
-        shape, size = self.shape, self.size
+        shape, size, part = self.shape, self.size, "self_attn"
         heads, key_dim = shape.num_attention_heads, shape.qk_nope_head_dim + shape.qk_rope_head_dim
         rank, of_queries = shape.latent_width - shape.qk_rope_head_dim, size("q_lora_rank")
         if of_queries:
-            self.add(places, {"q_a_proj": of_queries}, cut=None)
-            self.add(places, {"q_b_proj": heads * key_dim}, columns=of_queries)
+            self.add(places, part, {"q_a_proj": of_queries}, cut=None)
+            self.add(places, part, {"q_b_proj": heads * key_dim}, columns=of_queries)
         else:
-            self.add(places, {"q_proj": heads * key_dim})
-        self.add(places, {"kv_a_proj_with_mqa": shape.latent_width}, cut=None)
+            self.add(places, part, {"q_proj": heads * key_dim})
+        self.add(places, part, {"kv_a_proj_with_mqa": shape.latent_width}, cut=None)
         made = heads * (shape.qk_nope_head_dim + shape.v_head_dim)
-        self.add(places, {"kv_b_proj": made}, columns=rank, is_plain=True)  # attention reads it as it is
-        self.add_output(places, "o_proj", heads * shape.v_head_dim)
+        self.add(places, part, {"kv_b_proj": made}, columns=rank, is_plain=True)  # attention reads it as it is
+        self.add_output(places, part, "o_proj", heads * shape.v_head_dim)
         biases = of_queries + shape.latent_width + self.width if self.field("attention_bias") else 0
         self.add_vectors(places, of_queries + rank + biases)
         self._cache(places)
 
-    def add_mamba(self, places: Collection[int], *, sizes: tuple[int, ...], width: int, has_norm: bool = True) -> None:
+    def add_mamba(
+        self, places: Collection[int], *, sizes: tuple[int, ...], width: int, has_norm: bool = True, part: str = "mamba"
+    ) -> None:
         """Count Mamba 2 mixers of heads, their dim, groups and a state; every rank has them whole."""
         heads, dim, groups, state = sizes
         inner, channels = heads * dim, heads * dim + 2 * groups * state
-        self.add(places, {"in_proj": inner + channels + heads}, cut=None)
-        self.add_output(places, "out_proj", inner, cut=None)
+        self.add(places, part, {"in_proj": inner + channels + heads}, cut=None)
+        self.add_output(places, part, "out_proj", inner, cut=None)
         has_bias = any(map(self.field, ("mamba_conv_bias", "use_conv_bias")))
         self.add_vectors(places, channels * (width + has_bias) + 3 * heads + has_norm * inner)
         self.keep(places, channels, width, inner * state)
@@ -194,7 +202,7 @@ def latent(field: Field, shape: ModelShape, *, cuts_shared: bool = True, biases_
     layers.add_latents(layers.all)
     layers.add_mlp(dense, shape.intermediate_size)
     layers.add_experts(others, bias=biases_router)
-    layers.add_mlp(others, shape.shared_intermediate_size, part="shared_experts.", is_cut=cuts_shared)
+    layers.add_mlp(others, shape.shared_intermediate_size, shared="shared_experts.", is_cut=cuts_shared)
     return layers.inventory()
 
 
@@ -226,16 +234,16 @@ def delta(field: Field, shape: ModelShape) -> Inventory:
     if is_olmo:
         layers.add_mlp(layers.all, shape.intermediate_size)
     if not (is_olmo or is_joint):
-        layers.add_output(linear, "out_proj", values, num_units=heads)
-    layers.add(linear, of_olmo if is_olmo else joint if is_joint else parts, num_units=heads)
+        layers.add_output(linear, "linear_attn", "out_proj", values, num_units=heads)
+    layers.add(linear, "linear_attn", of_olmo if is_olmo else joint if is_joint else parts, num_units=heads)
     if is_olmo or is_joint:
-        layers.add_output(linear, "o_proj" if is_olmo else "out_proj", values, num_units=heads)
+        layers.add_output(linear, "linear_attn", "o_proj" if is_olmo else "out_proj", values, num_units=heads)
     layers.add_vectors(linear, (2 * keys + values) * width + 2 * num_values + value_dim)
     layers.keep(linear, 2 * keys + values, width, values * size("linear_key_head_dim"), num_units=heads)
     if shape.num_experts:
         layers.add_experts(layers.all)
-        layers.add_mlp(layers.all, shape.shared_intermediate_size, part="shared_expert.")
-        layers.add(layers.all, {"shared_expert_gate": 1}, cut=None)
+        layers.add_mlp(layers.all, shape.shared_intermediate_size, shared="shared_expert.")
+        layers.add(layers.all, "mlp", {"shared_expert_gate": 1}, cut=None)
     elif not is_olmo:
         layers.add_mlp(layers.all, shape.intermediate_size)
     of_all = shape.num_attention_heads + shape.num_key_value_heads
@@ -257,19 +265,20 @@ def kimi(field: Field, shape: ModelShape) -> Inventory:
     )
     linear, inner, dense = _places(LINEAR, kinds_of(field, number)), heads * dim, _dense(field, shape)
     with_experts = layers.others(dense)
-    layers.add(linear, dict.fromkeys(("q_proj", "k_proj", "v_proj"), inner), num_units=heads)
-    layers.add(linear, {"forget_gate.f_a_proj": dim}, cut=None)
-    layers.add(linear, {"forget_gate.f_b_proj": inner}, columns=dim, num_units=heads)
-    layers.add(linear, {"b_proj": heads}, num_units=heads)
-    layers.add(linear, {"g_a_proj": dim}, cut=None)
-    layers.add(linear, {"g_b_proj": inner}, columns=dim, num_units=heads)
-    layers.add_output(linear, "o_proj", inner, num_units=heads)
+    part = "self_attn"
+    layers.add(linear, part, dict.fromkeys(("q_proj", "k_proj", "v_proj"), inner), num_units=heads)
+    layers.add(linear, part, {"forget_gate.f_a_proj": dim}, cut=None)
+    layers.add(linear, part, {"forget_gate.f_b_proj": inner}, columns=dim, num_units=heads)
+    layers.add(linear, part, {"b_proj": heads}, num_units=heads)
+    layers.add(linear, part, {"g_a_proj": dim}, cut=None)
+    layers.add(linear, part, {"g_b_proj": inner}, columns=dim, num_units=heads)
+    layers.add_output(linear, part, "o_proj", inner, num_units=heads)
     layers.add_vectors(linear, 3 * inner * width + heads + inner + dim)
     layers.keep(linear, 3 * inner, width, inner * dim, num_units=heads)
     layers.add_latents(layers.others(linear))
     layers.add_mlp(dense, shape.intermediate_size)
     layers.add_experts(with_experts, bias=True)
-    layers.add_mlp(with_experts, shape.shared_intermediate_size, part="shared_experts.")
+    layers.add_mlp(with_experts, shape.shared_intermediate_size, shared="shared_experts.")
     return layers.inventory()
 
 
@@ -282,13 +291,13 @@ def convolved(field: Field, shape: ModelShape) -> Inventory:
         units = step * -(-int((field("block_ffn_dim_multiplier") or 1) * int(2 * units / 3)) // step)
     dense = range(layers.size("num_dense_layers") if shape.num_experts else number)
     conv, with_experts = layers.others(full), layers.others(dense)
-    layers.add(conv, {"in_proj": 3 * layers.width}, cut=None)
-    layers.add_output(conv, "out_proj", layers.width, cut=None)
+    layers.add(conv, "conv", {"in_proj": 3 * layers.width}, cut=None)
+    layers.add_output(conv, "conv", "out_proj", layers.width, cut=None)
     layers.add_vectors(conv, layers.width * (width + 5 * has_bias))
     layers.keep(conv, layers.width, width)
-    layers.add_mlp(dense, units, names=("w1", "w3", "w2"))
+    layers.add_mlp(dense, units, part="feed_forward", names=("w1", "w3", "w2"))
     layers.add_attention(full, last="out_proj", head_norms=2)
-    layers.add_experts(with_experts, bias=True)
+    layers.add_experts(with_experts, part="feed_forward", bias=True)
     return layers.inventory()
 
 
@@ -300,12 +309,12 @@ def mamba(field: Field, shape: ModelShape) -> Inventory:
     inner = (field("mamba_d_ssm") if is_both else 0) or layers.size("mamba_expand") * layers.width
     sizes = heads, inner // heads if dim in (None, "auto") else dim, field("mamba_n_groups"), field("mamba_d_state")
     if is_granite:
-        layers.add_experts(layers.all if shape.num_experts else ())
+        layers.add_experts(layers.all if shape.num_experts else (), part="block_sparse_moe")
         shared = layers.size("shared_intermediate_size")
-        layers.add(layers.all, {"input_linear": 2 * shared})
-        layers.add_output(layers.all, "output_linear", shared)
+        layers.add(layers.all, "shared_mlp", {"input_linear": 2 * shared})
+        layers.add_output(layers.all, "shared_mlp", "output_linear", shared)
     else:
-        layers.add_mlp(layers.all, shape.intermediate_size)
+        layers.add_mlp(layers.all, shape.intermediate_size, part="feed_forward")
     full = layers.all if is_both else _places(FULL, kinds_of(field, number))
     layers.add_mamba(
         layers.all if is_both else layers.others(full), sizes=sizes, width=field("mamba_d_conv"),
@@ -317,22 +326,22 @@ def mamba(field: Field, shape: ModelShape) -> Inventory:
 
 def nemotron(field: Field, shape: ModelShape) -> Inventory:
     """A mixer in each layer: Mamba 2, attention, an MLP or experts."""
-    layers, plain = Layers(field, shape, num_norms=1), ("up_proj", "down_proj")
+    layers, plain, part = Layers(field, shape, num_norms=1), ("up_proj", "down_proj"), "mixer"
     kinds = kinds_of(field, shape.num_hidden_layers)
     for kind in dict.fromkeys(kinds):
         places = _places(kind, kinds)
         if kind == LINEAR:
             names = ("mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size")
-            layers.add_mamba(places, sizes=tuple(map(layers.size, names)), width=field("conv_kernel"))
+            layers.add_mamba(places, sizes=tuple(map(layers.size, names)), width=field("conv_kernel"), part=part)
         elif kind == FULL:
-            layers.add_attention(places, is_cut=False)
+            layers.add_attention(places, part=part, is_cut=False)
         elif kind == "mlp":
-            layers.add_mlp(places, shape.intermediate_size, names=plain)
+            layers.add_mlp(places, shape.intermediate_size, part=part, names=plain)
         else:
             if width := layers.size("moe_latent_size"):
-                layers.add(places, {"fc1_latent_proj": width}, cut=None)
-                layers.add_output(places, "fc2_latent_proj", width, cut=None)
+                layers.add(places, part, {"fc1_latent_proj": width}, cut=None)
+                layers.add_output(places, part, "fc2_latent_proj", width, cut=None)
             shared = layers.size("moe_shared_expert_intermediate_size")
-            layers.add_experts(places, first="up_proj", width=width, bias=True)
-            layers.add_mlp(places, shared, part="shared_experts.", names=plain, is_cut=False)
+            layers.add_experts(places, part=part, first="up_proj", width=width, bias=True)
+            layers.add_mlp(places, shared, part=part, shared="shared_experts.", names=plain, is_cut=False)
     return layers.inventory(table="embeddings")

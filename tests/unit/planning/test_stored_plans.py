@@ -105,7 +105,7 @@ def test_a_forward_reads_the_stored_bytes_and_those_of_layers_that_stay(tmp_path
 
     head, layers = 2 * 128256 * 4096, 32 * (2 * 4096 * (4096 + 1024) + 3 * 4096 * 14336)
     assert matrices_s(model, 1) == pytest.approx((READ_SLOWDOWN[8] * layers + head) / H100.read_bytes_per_s, rel=1e-3)
-    kept = planned(tmp_path, LLAMA_8B, W8A8 | {"ignore": ["lm_head", "model.layers.0"]})
+    kept = planned(tmp_path, LLAMA_8B, W8A8 | {"ignore": ["lm_head", r"re:model\.layers\.0\..*"]})
     of_layer = layers / 32 * (2 - READ_SLOWDOWN[8]) / H100.read_bytes_per_s
     assert matrices_s(kept, 1) == pytest.approx(matrices_s(model, 1) + of_layer, rel=1e-3)
 

@@ -14,13 +14,23 @@ from tests.helpers.packed_checkpoints import LAYOUTS, MXFP4, WEIGHTS, changed, q
 pytestmark = of_all_formats
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 NUM_LAYERS = 4
+LAYERS = [
+    [f"model.layers.{number}.{'mlp' if name in MODULES[4:] else 'self_attn'}.{name}" for name in MODULES]
+    for number in range(NUM_LAYERS)
+]  # fmt: skip
 
 
 def found(described: object, **content: object) -> StoredFormat:
     """The format of a checkpoint of four layers."""
-    read = stored_format({"quantization_config": described} | content, modules=MODULES, num_layers=NUM_LAYERS)
+    read = stored_format({"quantization_config": described} | content, layers=LAYERS, head="lm_head")
     assert read
     return read
+
+
+def shares(described: object) -> dict[str, float]:
+    """The share of the layers in which a module is not quantized, of modules that have any."""
+    kept = [name.rpartition(".")[2] for name in found(described).kept]
+    return {name: kept.count(name) / NUM_LAYERS for name in MODULES if name in kept}
 
 
 AWQ, FP8, GPTQ, NF4 = map(quantization_config, ("awq", "fp8", "gptq", "nf4"))
@@ -83,18 +93,18 @@ REFUSED: dict[str, tuple[object, str]] = {
 @pytest.mark.parametrize(("described", "reason"), REFUSED.values(), ids=REFUSED)
 def test_other_forms_are_refused_with_what_is_different(described: object, reason: str) -> None:
     stored = found(described)
-    assert (stored.storage, stored.kept_shares) == (None, ())
+    assert (stored.storage, stored.kept) == (None, frozenset())
     with pytest.raises(CheckpointError, match=rf"quantized weights that cannot be read .*{reason}.*groups of 32"):
         stored.kept_format("none", where="here")
 
 
 def test_without_a_description_nothing_is_quantized() -> None:
-    assert stored_format({"text_config": {"hidden_size": 8}}, modules=MODULES, num_layers=2) is None
+    assert stored_format({"text_config": {"hidden_size": 8}}, layers=LAYERS) is None
 
 
 def test_the_text_part_may_have_the_description() -> None:
     content = {"model_type": "picture", "text_config": {"quantization_config": AWQ}}
-    read = stored_format(content, modules=MODULES, num_layers=2)
+    read = stored_format(content, layers=LAYERS)
     assert read
     assert read.name == "awq int4"
 
@@ -163,11 +173,11 @@ KEPT = {
 @pytest.mark.parametrize(
     "field", ["ignore", "modules_to_not_convert", "llm_int8_skip_modules", "ignored_layers", "exclude_modules"]
 )
-@pytest.mark.parametrize(("patterns", "shares"), KEPT.values(), ids=KEPT)
+@pytest.mark.parametrize(("patterns", "wanted"), KEPT.values(), ids=KEPT)
 def test_modules_that_are_left_out_stay_as_they_are(
-    field: str, patterns: list[object], shares: dict[str, float]
+    field: str, patterns: list[object], wanted: dict[str, float]
 ) -> None:
-    assert dict(found(FP8 | {field: patterns}).kept_shares) == shares
+    assert shares(FP8 | {field: patterns}) == wanted
 
 
 HOSTILE = {
@@ -189,28 +199,41 @@ def test_patterns_of_other_kinds_are_a_sentence(pattern: str) -> None:
     "pattern", ["re:" + "(.*)*" * 12 + "x$", "re:" + "(.|.)" * 40 + "x$", "re:" + ".*" * 50 + "x$"]
 )
 def test_patterns_that_could_match_in_many_ways_are_tried_in_no_time(pattern: str) -> None:
-    assert dict(found(FP8 | {"ignore": [pattern]}).kept_shares) == {}
+    assert shares(FP8 | {"ignore": [pattern]}) == {}
 
 
 def test_layers_that_gptq_and_auto_round_leave_out_stay_as_they_are() -> None:
     described = changed("gptq", dynamic={r"-:.*\.mlp\.(gate|up)_proj": {}})
-    assert dict(found(described).kept_shares) == {"gate_proj": 1.0, "up_proj": 1.0}
+    assert shares(described) == {"gate_proj": 1.0, "up_proj": 1.0}
     described = changed("auto-round", extra_config={"model.layers.1.mlp.down_proj": {"bits": 16, "data_type": "float"}})
-    assert dict(found(described).kept_shares) == {"down_proj": 0.25}
+    assert shares(described) == {"down_proj": 0.25}
 
 
 def test_modules_that_are_listed_are_quantized_alone() -> None:
     listed = changed("gptq", modules_in_block_to_quantize=[["self_attn.q_proj", "self_attn.k_proj"], ["mlp.down_proj"]])
-    assert {name for name, _ in found(listed).kept_shares} == {"v_proj", "o_proj", "gate_proj", "up_proj"}
+    assert shares(listed).keys() == {"v_proj", "o_proj", "gate_proj", "up_proj"}
     described = changed("int8", *WEIGHTS[:2], targets=[r"re:.*mlp\..*"])
-    assert dict(found(described).kept_shares) == dict.fromkeys(MODULES[:4], 1.0)
+    assert shares(described) == dict.fromkeys(MODULES[:4], 1.0)
+
+
+def test_compressed_tensors_leaves_out_whole_names_alone() -> None:
+    """Its lists have the modules around quantized ones too."""
+    described = changed("int8", ignore=["lm_head", "model.layers.0.mlp", "self_attn", "model.layers.1.mlp.down_proj"])
+    assert shares(described) == {"down_proj": 0.25}
+
+
+@pytest.mark.parametrize("layout", ["nvfp4 of modelopt", "nvfp4-pack-quantized", "float, one scale"])
+@pytest.mark.parametrize("name", ["lm_head", "language_model.lm_head", "re:.*lm_head", "*lm_head*", "thinker.lm_head"])
+def test_a_head_is_left_out_by_any_of_its_names(layout: str, name: str) -> None:
+    assert found(changed(layout, ignore=[name])).problem is None
+    assert found(changed(layout, ignore=[f"other_{name}"])).problem == "a quantized output head"
 
 
 def test_a_head_is_quantized_only_where_the_file_says_so() -> None:
     for described in (changed("int8", ignore=[]), changed("gptq", lm_head=True)):
         assert found(described).problem == "a quantized output head"
     content = {"quantization_config": changed("int8", ignore=[])}
-    tied = stored_format(content, modules=MODULES, num_layers=2, ties_head=True)
+    tied = stored_format(content, layers=LAYERS)
     for stored in (tied, *map(found, (quantization_config("int8"), GPTQ, AWQ))):
         assert stored
         assert stored.problem is None

@@ -74,7 +74,8 @@ _NEOX = ("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h")
 
 def _of_neox(shape: ModelShape) -> Inventory:
     """Biases everywhere, and layer norms; every rank holds the whole embedding."""
-    found = decoder(shape, _NEOX, biased=_NEOX, norms=4, final_norms=2)
+    names = ("model", "gpt_neox"), ("self_attn", "attention")
+    found = decoder(shape, _NEOX, biased=_NEOX, norms=4, final_norms=2, names=names)
     return replace(found, embeddings=(replace(found.embeddings[0], module="embed_in", cut=None),))
 
 
@@ -94,7 +95,7 @@ def _of_neo(shape: ModelShape) -> Inventory:
     """Learned positions, which are not sharded, layer norms and plain MLPs."""
     found = decoder(
         shape, ("q_proj", "k_proj", "v_proj", "out_proj", "c_fc", "c_proj"), biased=("out_proj", "c_fc", "c_proj"),
-        norms=4, final_norms=2,
+        norms=4, final_norms=2, names=[("model.layers", "transformer.h"), ("self_attn", "attn.attention")],
     )  # fmt: skip
     places = Matrix(module="wpe", num_rows=shape.max_position_embeddings, num_columns=shape.hidden_size)
     return replace(found, embeddings=(replace(found.embeddings[0], module="wte"), places))

@@ -14,10 +14,14 @@ from llama_ssp.rooms.modules.records import unwritten
 from llama_ssp.rooms.modules.records.decoders import GRANITE, OLMO2
 
 MIXTRAL = replace(GRANITE, model_type="mixtral", windows=MISTRAL.windows)
-GRANITE_MOE = replace(GRANITE, model_type="granitemoe", tp_plan=layer_plan("self_attn", QKV, ["o_proj"]))
+GRANITE_MOE = replace(
+    GRANITE, model_type="granitemoe", tp_plan=layer_plan("self_attn", QKV, ["o_proj"]),
+    parameters=partial(decoder, names=[("mlp.experts", "block_sparse_moe.experts")]),
+)  # fmt: skip
 QWEN3_MOE = replace(MIXTRAL, model_type="qwen3_moe", parameters=QWEN3.parameters)
 QWEN2_MOE = replace(
-    MIXTRAL, model_type="qwen2_moe", parameters=partial(decoder, biased=QKV, norms=3),
+    MIXTRAL, model_type="qwen2_moe",
+    parameters=partial(decoder, biased=QKV, norms=3, names=[("shared_experts", "shared_expert")]),
     tp_plan=layer_plan("mlp.shared_expert", ["gate_proj", "up_proj"], ["down_proj"]),
 )  # fmt: skip
 """Its layers have the vector that weighs the MLP next to the experts."""

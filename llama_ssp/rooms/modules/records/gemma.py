@@ -1,13 +1,12 @@
 """Gemma 1, 2, and the text models of 3 and 4: the embedding scales its output; later ones have sliding windows."""
 
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from llama_ssp.architectures.family import Family, windows_of_layers
-from llama_ssp.architectures.matrices import ATTENTION, GATED, Inventory, Matrix, decoder
+from llama_ssp.architectures.matrices import ATTENTION, GATED, Inventory, Matrix, decoder, joined
 from llama_ssp.catalogue import ModelShape
 from llama_ssp.rooms.modules.records import unwritten
 
@@ -45,11 +44,10 @@ def _sizes_of_4(field: Callable[[str], Any]) -> dict[str, Any]:
 
 
 def _parameters_of_4(shape: ModelShape) -> Inventory:
-    """Matrices of each kind of layers, with the shares of layers that have them; vectors in the mean."""
-    whole = decoder(replace(shape, num_experts=0))
-    width, num_layers = shape.hidden_size_per_layer_input, shape.num_hidden_layers
-    layer, num_vectors = [], num_layers  # one number scales the output of a layer
-    for kind, count in sorted(Counter(shape.layer_kinds).items()):
+    """Layers of each kind, whose output one number scales, and a router's two scales."""
+    whole, width, layers = decoder(replace(shape, num_experts=0)), shape.hidden_size_per_layer_input, {}
+    of_router = shape.num_experts and shape.hidden_size + shape.num_experts
+    for kind in {*shape.layer_kinds}:
         of_kind, kept = shape, [*ATTENTION, *GATED]
         if kind in "gG":
             heads = shape.num_global_key_value_heads
@@ -58,25 +56,27 @@ def _parameters_of_4(shape: ModelShape) -> Inventory:
         if kind.isupper():
             of_kind = replace(of_kind, intermediate_size=shape.intermediate_size * (1 + shape.use_double_wide_mlp))
             kept = [name for name in kept if name not in {"k_proj", "v_proj"}]
-        part = decoder(of_kind, kept, norms=7 if shape.num_experts else 4, head_norms=1 + kind.islower())
-        share = count / num_layers
-        layer += [
-            replace(matrix, copies=share * matrix.copies, num_chosen=share * matrix.num_chosen) for matrix in part.layer
-        ]
-        num_vectors += count * part.layer_vectors
-    num_vectors += num_layers * (shape.num_experts and shape.hidden_size + shape.num_experts)  # scales of the router
-    embeddings, num_final = whole.embeddings, whole.final_vectors
+        names = ("mlp.shared_experts", "mlp"), ("mlp.experts", "experts")
+        norms, head_norms = 7 if shape.num_experts else 4, 1 + kind.islower()
+        part = decoder(of_kind, kept, norms=norms, head_norms=head_norms, names=names).by_layer(-1)
+        of_layer = (*part.layer, *_per_layer_matrices(shape)) if width else part.layer
+        num_vectors = part.layer_vectors + 1 + of_router + (shape.hidden_size if width else 0)
+        layers[kind] = replace(part, layer=of_layer, layer_vectors=num_vectors)
+    embeddings = whole.embeddings
     if width:
-        of_layer: dict[str, Any] = {"num_columns": shape.hidden_size, "num_rows": width}
-        layer += [Matrix(module=name, **of_layer) for name in ("per_layer_input_gate", "per_layer_model_projection")]
-        layer.append(Matrix(module="per_layer_projection", num_columns=width, num_rows=shape.hidden_size))
-        rows, columns = shape.vocab_size_per_layer_input, num_layers * width
+        rows, columns = shape.vocab_size_per_layer_input, shape.num_hidden_layers * width
         embeddings += (Matrix(module="embed_tokens_per_layer", num_rows=rows, num_columns=columns),)
-        num_vectors, num_final = num_vectors + num_layers * shape.hidden_size, num_final + width
-    per_layer, rest = divmod(num_vectors, num_layers)
-    return replace(
-        whole, layer=tuple(layer), layer_vectors=per_layer, final_vectors=num_final + rest, embeddings=embeddings
-    )
+    each = [layers[kind] for kind in shape.layer_kinds]
+    return joined(each, final_vectors=whole.final_vectors + (width or 0), embeddings=embeddings, head=whole.head)
+
+
+def _per_layer_matrices(shape: ModelShape) -> Iterator[Matrix]:
+    """The matrices of a layer that read its own embedding; the library has the second ones of all layers in one."""
+    sizes = shape.hidden_size, shape.hidden_size_per_layer_input
+    for name, (columns, rows) in (("per_layer_input_gate", sizes), ("per_layer_projection", sizes[::-1])):
+        yield Matrix(module=name, num_columns=columns, num_rows=rows, name=f"model.layers.*.{name}")
+    name = "per_layer_model_projection"
+    yield Matrix(module=name, num_columns=sizes[0], num_rows=sizes[1], name=f"model.{name}")
 
 
 GEMMA3N = unwritten("gemma3n_text", cuts_own_embedding=True, has_stages=False)
