@@ -2,14 +2,14 @@
 
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields, is_dataclass, replace
 from enum import Enum
 from functools import cache, wraps
 from inspect import signature
 from numbers import Integral, Real
 from pathlib import Path
 from types import NoneType
-from typing import Any, ParamSpec, TypeVar, get_args, get_type_hints
+from typing import Any, ParamSpec, TypeVar, cast, get_args, get_type_hints
 
 from llama_ssp import catalogue
 from llama_ssp.catalogue import LOCAL, Dtype, ModelConfig, is_hub_id, read_path
@@ -32,6 +32,7 @@ from llama_ssp.storage.formats import CACHES, FORMATS
 from llama_ssp.words import in_library_words, key_of, said
 
 _Kind = TypeVar("_Kind", bound=Enum)
+_Settings = TypeVar("_Settings")
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 _AUTO = "auto"
@@ -165,6 +166,22 @@ def member(kind: type[_Kind], what: str, given: object) -> _Kind:
     return kind[given]
 
 
+def with_members(given: _Settings, key: str) -> _Settings:
+    """Settings, and settings in them, whose names of members are read as these; raises as `member`."""
+    changes: dict[str, object] = {}
+    for name, hint in get_type_hints(type(given)).items():
+        value, kinds = getattr(given, name), [*filter(_is_enum, get_args(hint) or (hint,))]
+        if is_dataclass(value):
+            changes[name] = with_members(value, f"{key}.{name}")
+        elif kinds and value is not None:
+            changes[name] = member(kinds[0], f"{key}.{name}", value)
+    return replace(cast("Any", given), **changes)  # type: ignore[no-any-return]
+
+
+def _is_enum(hint: object) -> bool:
+    return isinstance(hint, type) and issubclass(hint, Enum)
+
+
 def for_each_model(given: object) -> tuple[object, object]:
     """An argument of both models, or a pair of arguments: the target's and the draft's."""
     return given if isinstance(given, tuple) and len(given) == 2 else (given, given)  # noqa: PLR2004 - target and draft
@@ -244,7 +261,7 @@ def _with_settings(draft: DrafterConfig, settings: Mapping[str, object]) -> Draf
     elsewhere = {"kind", "model", *(one.setting for one in VOCABULARIES.all().values())}
     names = [entry.name for entry in fields(draft) if entry.name not in elsewhere]
     refuse([unknown_name("setting of the draft", name, names) for name in settings if name not in names])
-    return replace(draft, **check_types(type(draft), settings))
+    return with_members(replace(draft, **check_types(type(draft), settings)), "draft")
 
 
 def drafter_without_model(given: object) -> DrafterConfig | None:
@@ -269,7 +286,7 @@ def draft_model(entry: ModelConfig, vocabulary: DraftVocabulary, given: object =
 def placement_of(given: object) -> PlacementConfig:
     """The placement that an argument names or is."""
     if given is None or isinstance(given, PlacementConfig):
-        return given or PlacementConfig()
+        return with_members(given or PlacementConfig(), "placement")
     if given == _AUTO:
         return PlacementConfig(auto=True)
     if not isinstance(given, str) or given not in DraftLayout.__members__:

@@ -5,7 +5,7 @@ start. The tables hold what transformers 5.23 has; a test compares them with it.
 """
 
 import json
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from importlib.resources import files
@@ -201,6 +201,11 @@ def text_part(content: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**part, "model_type": same or model_type, **one}
 
 
+_LACKED: Mapping[str, Collection[str]] = {
+    "routed_expert_hidden_size": (), "attn_res_block_size": (), "mla_use_output_gate": (),
+    "moe_latent_size": ("nemotron_h",),
+}  # fmt: skip
+"""Fields that add parts to a model, and the kinds that transformers has these parts of."""
 _DECODERS = ("CausalLM", "LMHeadModel", "ForConditionalGeneration")
 """Endings of the library's classes that continue a text."""
 _OTHER_PARTS = "vision_config", "audio_config"
@@ -218,6 +223,10 @@ def check_kind(content: Mapping[str, Any], where: object) -> None:
             "required, or a model that reads images or audio of docs/guides/models.md"
         )
     model_type = part.get("model_type")
+    set_fields = {name: kinds_of for name, kinds_of in _LACKED.items() if part.get(name)}
+    if lacked := [name for name, kinds_of in set_fields.items() if model_type not in kinds_of]:
+        said = ", ".join(f"{name} {shown(part[name])}" for name in lacked)
+        raise PlacementError(f"{where} has {said}, which transformers' {model_type} models lack: {OTHER}")
     if not isinstance(model_type, str) or model_type in kinds() or record_of(model_type).is_written:
         return
     if part is not content or any(name in content for name in _OTHER_PARTS):
@@ -298,6 +307,12 @@ _ROPE_TYPES = (
     "default", "dynamic", "linear", "llama3", "longrope", "proportional", "yarn", "ntk_alpha", "su", "xdrope"
 )  # fmt: skip
 """Rotary frequencies that transformers knows; the last three are names of single families."""
+_ACTIVATIONS = (
+    "gelu", "gelu_10", "gelu_accurate", "gelu_fast", "gelu_new", "gelu_python", "gelu_python_tanh", "gelu_pytorch_tanh",
+    "hardswish", "laplace", "leaky_relu", "linear", "mish", "prelu", "quick_gelu", "relu", "relu2", "relu6", "sigmoid",
+    "silu", "sqrtsoftplus", "swish", "tanh", "xielu",
+)  # fmt: skip
+"""Activations of MLPs that transformers knows."""
 OTHER = "one of the families of docs/guides/models.md is required"
 
 
@@ -338,10 +353,7 @@ def check_servable(field: Callable[[str], Any]) -> None:
             f"this {model} has alibi=true, a bias of scores by distance, which the static cache's masks lack: {OTHER}"
         )
     rope = field("rope_parameters") or field("rope_scaling") or {}
-    for found in (rope, *(values for values in rope.values() if isinstance(values, dict))):
-        rope_type = found.get("rope_type", found.get("type", "default"))
-        if rope_type not in _ROPE_TYPES:
-            raise ConfigError(f"this {model} has rope_type {rope_type!r:.60}: {', '.join(_ROPE_TYPES[:7])} is required")
+    _check_names(model, field, (rope, *(values for values in rope.values() if isinstance(values, dict))))
     if record.is_llama_kind and rope and all(isinstance(values, dict) for values in rope.values()):
         raise ConfigError(
             f"this {model} has rope_parameters for {', '.join(rope)}, and its layers have one set: write the fields of "
@@ -349,6 +361,17 @@ def check_servable(field: Callable[[str], Any]) -> None:
         )
     if failure := facts.get("fails"):
         raise ConfigError(f"{model_type} models do not run with the static cache ({failure}): {OTHER}")
+
+
+def _check_names(model: str, field: Callable[[str], Any], ropes: Iterable[Mapping[str, Any]]) -> None:
+    """Raise ConfigError for functions that transformers lacks."""
+    for name in ("hidden_act", "hidden_activation", "activation_function"):
+        if isinstance(act := field(name), str) and act not in _ACTIVATIONS:
+            raise ConfigError(f"this {model} has {name} {act!r:.60}: {', '.join(_ACTIVATIONS)} is required")
+    for rope in ropes:
+        rope_type = rope.get("rope_type", rope.get("type", "default"))
+        if rope_type not in _ROPE_TYPES:
+            raise ConfigError(f"this {model} has rope_type {rope_type!r:.60}: {', '.join(_ROPE_TYPES[:7])} is required")
 
 
 def check_ranks(model_type: str, num_ranks: int) -> None:

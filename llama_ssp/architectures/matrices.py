@@ -260,14 +260,18 @@ def split_model(
 
 
 def check_inputs(
-    quantization: str, name: str, widths: Collection[int], *, group: int, is_cut: bool, num_ranks: int, is_stored: bool
-) -> None:
+    quantization: str, name: str, widths: Collection[int], *, group: int, is_cut: bool, num_ranks: int, is_stored: bool,
+    num_experts: int = 0,
+) -> None:  # fmt: skip
     """Raise PlacementError if a number of inputs of a layer, or of its slices, is no multiple of a packed group.
 
     `widths` are the ranks' if they share the inputs (`is_cut`); `is_stored` says that files hold the quantized weights.
+    A layer of `num_experts` may have whole ones on each rank.
     """
     if odd := [width for width in widths if width % group]:
         where, remedy = (f" on one of {num_ranks} ranks", "another number of ranks, or ") if is_cut else ("", "")
+        if is_cut and num_experts and num_experts % num_ranks == 0:
+            remedy = f"placement.target.experts=spread, {remedy}"
         other = "an unquantized checkpoint" if is_stored else f"quantization={easiest_format()}"
         raise PlacementError(
             f"{quantization} packs {group} inputs at a time, and {name} has {min(odd)}{where}: use {remedy}{other}"

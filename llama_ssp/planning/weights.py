@@ -227,4 +227,5 @@ def _check_groups(model: PlannedModel, held: tuple[Inventory, ...]) -> None:
         check_inputs(
             storage.name, matrices[0].module, widths, group=group, is_cut=len(held) > 1 and matrices[0].cut == 1,
             num_ranks=len(held), is_stored=layout is not None,
+            num_experts=model.shape.num_experts if matrices[0].num_chosen else 0,
         )  # fmt: skip

@@ -46,12 +46,12 @@ NAMES = {
 
 
 ENCODERS = (
-    "bert", "bert-generation", "big_bird", "electra", "ernie", "megatron-bert", "rembert", "roc_bert", "roformer",
+    "bert", "bert-generation", "big_bird", "electra", "ernie", "megatron-bert", "rembert", "roc_bert",
 )  # fmt: skip
 _WITHOUT_POSITIONS = (
     "bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "camembert", "cpmant", "data2vec-text", "marian",
-    "mbart", "moshi", "mvp", "pegasus", "plbart", "prophetnet", "reformer", "roberta", "roberta-prelayernorm", "trocr",
-    "xlm", "xlm-roberta", "xlm-roberta-xl", "xlnet", "xmod",
+    "mbart", "moshi", "mvp", "pegasus", "plbart", "prophetnet", "reformer", "roberta", "roberta-prelayernorm",
+    "roformer", "trocr", "xlm", "xlm-roberta", "xlm-roberta-xl", "xlnet", "xmod",
 )  # fmt: skip
 FAILS = dict.fromkeys(_WITHOUT_POSITIONS, "they take no positions of tokens") | {
     "bloom": "ValueError: too many values to unpack",
@@ -146,14 +146,14 @@ def library_kinds() -> dict[str, dict[str, Any]]:
             if isinstance(value := given.get(other), int | str):
                 defaults[name] = value
         plan = {**(config.base_model_tp_plan or {}), **record_of(kind).tp_plan}
-        without = (kind in UNCUT or not any(".*." in name for name in plan)) and _may_run(kind)
+        without = (kind in UNCUT or not any(".*." in name for name in plan)) and may_run(kind)
         facts = {
             "names": names, "defaults": defaults, "without_plan": without, "is_encoder": kind in ENCODERS,
             "fails": FAILS.get(kind),
         }  # fmt: skip
         found[kind] = {key: value for key, value in facts.items() if value}
     for kind, text in parts.items():
-        if kind in EQUAL or _may_run(text):
+        if kind in EQUAL or may_run(text):
             found[kind] = found.get(kind, {}) | {"text": text if kind in EQUAL else ""}
     return dict(sorted(found.items()))
 
@@ -163,7 +163,7 @@ def every_kind() -> list[str]:
     return [kind for kind, facts in json.loads(FILE.read_text()).items() if "text" not in facts]
 
 
-def _may_run(kind: str) -> bool:
+def may_run(kind: str) -> bool:
     """Whether a kind is a text model of layers that a run has a cache for."""
     if {"text_config", "decoder"} & CONFIG_MAPPING[kind].sub_configs.keys():
         return False

@@ -89,7 +89,8 @@ def _check_quantized(
         width, units = (
             matrices.shape[2 - module.is_transposed] for matrices in (module.gate_up_proj, module.down_proj)
         )
-        check(name, {width, *(shard.num_features(Cut.mlp_units, units) for shard in shards)}, is_cut=num_cut > 1)
+        widths = {width, *(shard.num_features(Cut.mlp_units, units) for shard in shards)}
+        check(name, widths, is_cut=num_cut > 1, num_experts=shape.num_experts)
 
 
 def _check_grouped(model: nn.Module, shards: Sequence[RankShard], *, value_bytes: int) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from llama_ssp.architectures.family import families, inventory, record_of
+from llama_ssp.architectures.family import inventory, record_of
 from llama_ssp.architectures.reading import check_readable
 from llama_ssp.catalogue import Dtype, ModelConfig
 from llama_ssp.planning.model import PlannedModel, planned_model

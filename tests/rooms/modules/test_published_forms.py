@@ -2,14 +2,20 @@
 
 import json
 from functools import partial
+from importlib import import_module
+from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
+from transformers import CONFIG_MAPPING, PreTrainedModel
+from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL_CLASSES
 
 from llama_ssp.architectures import family, reading
 from llama_ssp.architectures.matrices import split_blocks, vocabulary_parts
@@ -24,6 +30,7 @@ from llama_ssp.planning.model import planned_model
 from llama_ssp.rooms.modules.experts import can_be_own, experts_of
 from llama_ssp.weights.checkpoint import inspect
 from tests.helpers.edits import edit_config, edit_tensors
+from tests.helpers.library_kinds import every_kind, may_run
 from tests.helpers.models import build_checkpoint, refusal, tiny_model
 from tests.helpers.packed_checkpoints import pack_checkpoint
 from tests.helpers.planning import make_spec
@@ -84,6 +91,15 @@ FORMS: dict[str, tuple[dict[str, Any], str]] = {
         "t5 models (T5ForConditionalGeneration) do not continue a text token by token: a decoder is required",
     ),
     "RoBERTa": ({"model_type": "roberta", **SIZES}, "roberta models do not run with the static cache"),
+    "RoFormer": ({"model_type": "roformer", **SIZES, "is_decoder": True}, "they take no positions of tokens"),
+    "Kimi K3": (
+        inside("kimi_k3", "kimi_linear", hidden_act="situ", routed_expert_hidden_size=48, attn_res_block_size=12),
+        "has routed_expert_hidden_size 48, attn_res_block_size 12, which transformers' kimi_linear models lack: one of",
+    ),
+    "an unknown activation": (
+        {"model_type": "kimi_linear", **SIZES, "hidden_act": "situ"},
+        "this kimi_linear model has hidden_act 'situ': gelu, gelu_10,",
+    ),
     "null as quantization": ({"model_type": "llama", **SIZES, "quantization_config": None}, ""),
     "empty quantization": ({"model_type": "llama", **SIZES, "quantization_config": {}}, ""),
 }  # fmt: skip
@@ -119,6 +135,30 @@ def test_kimi_k2_has_the_sizes_of_a_deepseek_v3(tmp_path: Path) -> None:
 
 def test_the_known_frequencies_are_those_of_transformers() -> None:
     assert {*ROPE_INIT_FUNCTIONS} | {"default"} == {*family._ROPE_TYPES} - {"ntk_alpha", "su", "xdrope"}
+
+
+def test_the_known_activations_are_those_of_transformers() -> None:
+    assert {*ACT2FN} == {*family._ACTIVATIONS}
+
+
+@pytest.mark.parametrize("field", family._LACKED)
+def test_fields_that_add_parts_are_lacked_by_the_kinds_whose_configuration_does_not_have_them(field: str) -> None:
+    kinds = {kind for kind in family.kinds() if hasattr(CONFIG_MAPPING[kind], field)}
+    assert kinds == {*family._LACKED[field]}
+
+
+@pytest.mark.seconds
+def test_kinds_that_run_take_the_positions_of_tokens() -> None:
+    """Else their tokens would have the positions of a text's first ones, since no forward knows how long rows are."""
+    kinds = [kind for kind in every_kind() if may_run(kind) and kind in CAUSAL_CLASSES]
+    assert {kind for kind in kinds if not takes_positions(kind)} == {"mpt"}  # whose scores have a bias by slots
+
+
+def takes_positions(kind: str) -> bool:
+    named = CAUSAL_CLASSES[kind]
+    module = import_module(getattr(transformers, named if isinstance(named, str) else named[0]).__module__)
+    models = [one for one in vars(module).values() if isinstance(one, type) and issubclass(one, PreTrainedModel)]
+    return any("position_ids" in signature(one.forward).parameters for one in models)
 
 
 def test_text_models_beside_other_parts_have_the_names_of_a_text_model(tmp_path: Path) -> None:

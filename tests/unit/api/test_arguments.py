@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,9 +10,17 @@ import pytest
 import torch
 
 from llama_ssp import Pair, load, plan
+from llama_ssp.api import arguments
 from llama_ssp.catalogue import Dtype
 from llama_ssp.errors import ConfigError, SspError
-from llama_ssp.settings.schema import DeviceKind
+from llama_ssp.settings.schema import (
+    DeviceKind,
+    DraftLayout,
+    DraftPlacement,
+    ExpertParts,
+    PlacementConfig,
+    TargetPlacement,
+)
 from llama_ssp.weights import hub
 from llama_ssp.words import in_library_words, key_of, said
 from tests.helpers.hub import shipped
@@ -21,6 +30,11 @@ from tests.helpers.rooms import need
 OF_COMMANDS = re.compile(r"\b(sampling|speculation|verification|draft|model)\.[a-z]|\bnull\b|=(true|false)\b|\blaunch/")
 """Settings of a command line, which a notebook does not have."""
 PAIR = ["tiny", "tiny-draft"]
+
+
+def placed(parts: object) -> PlacementConfig:
+    """A placement as a notebook writes it."""
+    return PlacementConfig(target=TargetPlacement(experts=parts))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -126,6 +140,8 @@ def test_numbers_of_other_libraries_are_numbers(pair: Pair) -> None:
         (plan, ["30B"], {"hardware": 5}, "hardware=5 must be a name of conf/hardware, or a HardwareConfig"),
         (plan, ["30B"], {"hardware": "8xa100_80gb", "num_gpus": 0}, "^num_gpus=0"),
         (plan, ["30B"], {"placement": "wide"}, "unknown placement 'wide': there are auto, one_rank, own_gpu, repl"),
+        (plan, ["30B"], {"placement": placed("all")}, "unknown placement.target.experts 'all': there are cut, spread"),
+        (load, PAIR, {"placement": placed(True)}, "unknown placement.target.experts 'True': there are cut, spread"),
         (plan, ["30B"], {"batch_size": "two"}, "batch_size='two' must be a whole number: at least 1 sequence"),
         (plan, ["30B", "7B"], {"num_draft_tokens": 0}, "^num_draft_tokens=0 must be at least 1"),
         (plan, ["30B", "7B"], {"acceptance": 2}, "^acceptance=2.0 must be a probability, between 0 and 1"),
@@ -187,6 +203,16 @@ def test_a_sentence_names_settings_to_the_command_and_arguments_to_the_library()
         assert (said("chat", True), said("model.path", "DIR")) == ("chat=True", "the folder of a checkpoint")
         assert (key_of("model.revision"), key_of("placement.draft.ranks")) == ("revision", "placement.draft.ranks")
     assert key_of("model.revision") == "model.revision"
+
+
+def test_names_of_members_are_read_in_all_settings_that_the_library_takes() -> None:
+    kind: Any = "sharded"
+    given = replace(placed("spread"), draft=DraftPlacement(kind=kind, tp_size=2))
+    wanted = replace(placed(ExpertParts.spread), draft=DraftPlacement(kind=DraftLayout.sharded, tp_size=2))
+    assert arguments.placement_of(given) == arguments.placement_of(wanted) == wanted
+    kind = "wide"
+    with pytest.raises(ConfigError, match=r"unknown placement\.draft\.kind 'wide': there are one_rank, own_gpu"):
+        arguments.placement_of(PlacementConfig(draft=DraftPlacement(kind=kind)))
 
 
 @pytest.mark.parametrize("given", [Dtype.bf16, "bf16", "bfloat16", "torch.bfloat16", torch.bfloat16])

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
+from llama_ssp import plan as api_plan
 from llama_ssp.architectures.family import inventory
 from llama_ssp.architectures.reading import check_readable
 from llama_ssp.catalogue import Dtype, ModelConfig
@@ -21,7 +22,7 @@ from llama_ssp.planning.plan import document, make_plan
 from llama_ssp.planning.spec import spec_of_plan
 from llama_ssp.planning.weights import model_bytes, rank_shares
 from llama_ssp.run.commands import plan
-from llama_ssp.settings.schema import NO_DRAFT, DrafterConfig, PlanConfig
+from llama_ssp.settings.schema import NO_DRAFT, DrafterConfig, PlacementConfig, PlanConfig, TargetPlacement
 from llama_ssp.storage.formats import READ_SLOWDOWN
 from tests.helpers.in_process import call
 from tests.helpers.packed_checkpoints import WEIGHTS, changed, quantization_config
@@ -108,6 +109,19 @@ def test_a_forward_reads_the_stored_bytes_and_those_of_layers_that_stay(tmp_path
     kept = planned(tmp_path, LLAMA_8B, W8A8 | {"ignore": ["lm_head", r"re:model\.layers\.0\..*"]})
     of_layer = layers / 32 * (2 - READ_SLOWDOWN[8]) / H100.read_bytes_per_s
     assert matrices_s(kept, 1) == pytest.approx(matrices_s(model, 1) + of_layer, rel=1e-3)
+
+
+def test_experts_that_ranks_cannot_share_in_groups_are_to_be_spread(tmp_path: Path) -> None:
+    need("modules")
+    (sizes,) = (one["sizes"] for one in CHECKPOINTS if one["sizes"].get("model_type") == "qwen3_moe")
+    config_of(tmp_path, sizes, quantization_config("fp8"))
+    with pytest.raises(
+        PlacementError, match=r"has 96 on one of 8 ranks: use placement\.target\.experts=spread, another"
+    ):
+        api_plan(tmp_path, hardware="8xh100")
+    parts: Any = "spread"
+    made = api_plan(tmp_path, hardware="8xh100", placement=PlacementConfig(target=TargetPlacement(experts=parts)))
+    assert made.fits
 
 
 def refusals(folder: Path, described: object, quantization: str = "none") -> list[str]:
