@@ -170,16 +170,15 @@ def with_members(given: _Settings, key: str) -> _Settings:
     """Settings, and settings in them, whose names of members are read as these; raises as `member`."""
     changes: dict[str, object] = {}
     for name, hint in get_type_hints(type(given)).items():
-        value, kinds = getattr(given, name), [*filter(_is_enum, get_args(hint) or (hint,))]
+        value, kinds = (
+            getattr(given, name),
+            [kind for kind in get_args(hint) or (hint,) if isinstance(kind, type(Enum))],
+        )
         if is_dataclass(value):
             changes[name] = with_members(value, f"{key}.{name}")
         elif kinds and value is not None:
             changes[name] = member(kinds[0], f"{key}.{name}", value)
     return replace(cast("Any", given), **changes)  # type: ignore[no-any-return]
-
-
-def _is_enum(hint: object) -> bool:
-    return isinstance(hint, type) and issubclass(hint, Enum)
 
 
 def for_each_model(given: object) -> tuple[object, object]:

@@ -425,16 +425,12 @@ class Inventory:
     @cached_property
     def matrix_sizes(self) -> Mapping[int, int]:
         """Numbers of matrices of a layer by their number of elements."""
-        return self._sizes(is_kept=False)
+        return Counter(one.num_elements for one in self.layer if not (one.num_chosen or one.is_plain or one.is_kept))
 
     @cached_property
     def kept_sizes(self) -> Mapping[int, int]:
         """The same of the matrices that quantized files leave as they are."""
-        return self._sizes(is_kept=True)
-
-    def _sizes(self, *, is_kept: bool) -> Mapping[int, int]:
-        alike = (matrix for matrix in self.layer if matrix.is_kept is is_kept)
-        return Counter(matrix.num_elements for matrix in alike if not (matrix.num_chosen or matrix.is_plain))
+        return Counter(one.num_elements for one in self.layer if one.is_kept and not (one.num_chosen or one.is_plain))
 
     @cached_property
     def plain_elements(self) -> int:
@@ -498,26 +494,11 @@ class Inventory:
             lambda layer: replace(layer, layer=tuple(map(kept, layer.layer))), embeddings=embeddings, head=head
         )
 
-    def renamed(self, parts: Collection[tuple[str, str]]) -> "Inventory":
-        """The same parameters, whose modules have other parts of names."""
-
-        def changed(layer: Inventory) -> Inventory:
-            return replace(layer, layer=tuple(map(of_matrix, layer.layer)))
-
-        def of_matrix(matrix: Matrix) -> Matrix:
-            name = reduce(lambda found, part: found.replace(*part), parts, matrix.name)
-            return replace(matrix, name=name)
-
-        return self._of_each(changed) if parts else self
-
     def leaving(self, names: Collection[str]) -> "Inventory":
         """The parameters of a model whose files do not quantize the modules of these names."""
-        if not names:
-            return self
-        layers = (self.by_layer(number) for number in range(self.num_layers))
         each = [
             replace(layer, layer=tuple(replace(one, is_kept=one.named(number) in names) for one in layer.layer))
-            for number, layer in enumerate(layers)
+            for number, layer in enumerate(map(self.by_layer, range(self.num_layers)))
         ]
         return joined(each, final_vectors=self.outer_vectors, embeddings=self.embeddings, head=self.head)
 
@@ -642,7 +623,7 @@ def decoder(
         layer.append(
             Matrix(
                 module=name, num_rows=rows, num_columns=columns, cut=cut, has_bias=name in biased,
-                name=f"model.layers.*.{part}.{name}",
+                name=_named(f"{part}.{name}", names),
             )
         )  # fmt: skip
     table = Matrix(module="embed_tokens", num_rows=shape.vocab_size, num_columns=width, cut=0)
@@ -651,18 +632,23 @@ def decoder(
         layer=tuple(layer), layer_vectors=norms * width + head_norms * shape.head_dim, embeddings=(table,), head=head,
         final_vectors=final_norms * width, num_layers=shape.num_hidden_layers,
     )  # fmt: skip
-    found = _with_experts(found, shape, routes_by_bias=routes_by_bias) if shape.num_experts else found
-    return found.renamed(names)
+    return _with_experts(found, shape, names, routes_by_bias=routes_by_bias) if shape.num_experts else found
 
 
-def _with_experts(dense: Inventory, shape: ModelShape, *, routes_by_bias: bool) -> Inventory:
+def _named(name: str, parts: Collection[tuple[str, str]]) -> str:
+    return reduce(lambda found, part: found.replace(*part), parts, f"model.layers.*.{name}")
+
+
+def _with_experts(
+    dense: Inventory, shape: ModelShape, names: Collection[tuple[str, str]], *, routes_by_bias: bool
+) -> Inventory:
     """The parameters of a model whose MLPs are experts after its first layers, with a router and perhaps an MLP."""
     width, num_dense, layer = shape.hidden_size, shape.num_dense_layers, dense.by_layer(0)
 
     def both(name: str, units: int, *, copies: float = 1, num_chosen: float = 0) -> list[Matrix]:
         return [
             Matrix(module=f"{name}.{module}", num_rows=rows, num_columns=columns, cut=cut, copies=copies,
-                   num_chosen=num_chosen, name=f"model.layers.*.mlp.{name}.{module}")
+                   num_chosen=num_chosen, name=_named(f"mlp.{name}.{module}", names))
             for module, rows, columns, cut in (("gate_up_proj", 2 * units, width, 0), ("down_proj", width, units, 1))
         ]  # fmt: skip
 

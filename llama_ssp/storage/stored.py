@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import translate
-from itertools import count
+from itertools import chain, count
 from typing import Any
 
 from llama_ssp.errors import CheckpointError, ConfigError, shown
@@ -110,21 +110,18 @@ def stored_format(
     kept, quantized = _patterns(described)
     kept += [] if layout.joint else ["self_attn", "lm_head"]  # experts alone are quantized
     try:
-        are_kept, are_quantized = (
-            _Modules(patterns, are_whole=method == tools.COMPRESSED) for patterns in (kept, quantized)
-        )
+        are_kept, are_quantized = (_Modules(of, are_whole=method == tools.COMPRESSED) for of in (kept, quantized))
     except CheckpointError as error:
         return StoredFormat(name=layout.name, problem=str(error), counted=layout.storage)
 
     def keeps(module: str) -> bool:
-        names = _names(module, said)
+        names = _names(module, words)
         return any(name in are_kept for name in names) or not any(name in are_quantized for name in names)
 
-    said = "\n".join((*kept, *quantized))
+    words = "\n".join((*kept, *quantized))
     left = [{name for name in layer if keeps(name)} for layer in layers]
     problem = next(filter(None, map(_half_quantized, count(), layers, left)), None)
-    packed = {name for layer in layers for name in layer}.difference(*left)
-    if has_odd_experts and any(_EXPERTS in name for name in packed):
+    if has_odd_experts and any(_EXPERTS in name for name in {*chain(*layers)}.difference(*left)):
         problem = "experts without a gate"
     may_have_head = method in (tools.COMPRESSED, tools.MODELOPT) or described.get("lm_head") is True
     if may_have_head and head and not keeps(head):
@@ -184,16 +181,18 @@ _LEAVES = {
 """Other last parts of a module's name in files, which may have fused matrices in parts, or parts fused."""
 _PARTS = {".mlp.": ".block_sparse_moe.", ".forget_gate.": "."}
 """Parts of the library's names, and what files have in their place."""
-_OF_TEXT_PARTS = "language_model.model.", "model.language_model.", "language_model.", "thinker.model."
 _BEGINNINGS = {
-    "model.": ("backbone.", *_OF_TEXT_PARTS, "language_model.backbone."),
+    "model.": (
+        "backbone.", "language_model.model.", "model.language_model.", "language_model.", "language_model.backbone.",
+        "thinker.model.",
+    ),
     "lm_head": ("language_model.lm_head", "thinker.lm_head"),
-}
+}  # fmt: skip
 """Beginnings of the library's names, and what files have in their place, most of them of models that read images."""
 
 
-def _names(module: str, said: str) -> list[str]:
-    """The names that files may give a module of the library, as far as their words are `said` anywhere."""
+def _names(module: str, words: str) -> list[str]:
+    """The names that files may give a module of the library, as far as patterns have their `words`."""
     parent, dot, leaf = module.rpartition(".")
     parents = [parent + dot]
     parents += [parents[0].replace(ours, theirs) for ours, theirs in _PARTS.items() if ours in parents[0]]
@@ -203,7 +202,7 @@ def _names(module: str, said: str) -> list[str]:
         theirs + name.removeprefix(ours)
         for ours, beginnings in _BEGINNINGS.items()
         for theirs in beginnings
-        if all(word in said for word in theirs.split("."))
+        if all(word in words for word in theirs.split("."))
         for name in names
         if name.startswith(ours)
     )

@@ -1,6 +1,6 @@
 """Gemma 1, 2, and the text models of 3 and 4: the embedding scales its output; later ones have sliding windows."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -45,8 +45,16 @@ def _sizes_of_4(field: Callable[[str], Any]) -> dict[str, Any]:
 
 def _parameters_of_4(shape: ModelShape) -> Inventory:
     """Layers of each kind, whose output one number scales, and a router's two scales."""
-    whole, width, layers = decoder(replace(shape, num_experts=0)), shape.hidden_size_per_layer_input, {}
-    of_router = shape.num_experts and shape.hidden_size + shape.num_experts
+    whole, layers = decoder(replace(shape, num_experts=0)), {}
+    size, width = shape.hidden_size, shape.hidden_size_per_layer_input
+    of_layer = 1 + (shape.num_experts and size + shape.num_experts) + (size if width else 0)
+    # The library has the second matrices of all layers in one.
+    names = ("layers.*.per_layer_input_gate", "per_layer_model_projection", "layers.*.per_layer_projection")
+    own = [
+        Matrix(module=name.rpartition(".")[2], num_columns=columns, num_rows=rows, name=f"model.{name}")
+        for name, columns, rows in zip(names, (size, size, width), (width, width, size), strict=True)
+        if width
+    ]
     for kind in {*shape.layer_kinds}:
         of_kind, kept = shape, [*ATTENTION, *GATED]
         if kind in "gG":
@@ -56,27 +64,17 @@ def _parameters_of_4(shape: ModelShape) -> Inventory:
         if kind.isupper():
             of_kind = replace(of_kind, intermediate_size=shape.intermediate_size * (1 + shape.use_double_wide_mlp))
             kept = [name for name in kept if name not in {"k_proj", "v_proj"}]
-        names = ("mlp.shared_experts", "mlp"), ("mlp.experts", "experts")
-        norms, head_norms = 7 if shape.num_experts else 4, 1 + kind.islower()
-        part = decoder(of_kind, kept, norms=norms, head_norms=head_norms, names=names).by_layer(-1)
-        of_layer = (*part.layer, *_per_layer_matrices(shape)) if width else part.layer
-        num_vectors = part.layer_vectors + 1 + of_router + (shape.hidden_size if width else 0)
-        layers[kind] = replace(part, layer=of_layer, layer_vectors=num_vectors)
+        part = decoder(
+            of_kind, kept, norms=7 if shape.num_experts else 4, head_norms=1 + kind.islower(),
+            names=[("mlp.shared_experts", "mlp"), ("mlp.experts", "experts")],
+        ).by_layer(-1)  # fmt: skip
+        layers[kind] = replace(part, layer=(*part.layer, *own), layer_vectors=part.layer_vectors + of_layer)
     embeddings = whole.embeddings
     if width:
         rows, columns = shape.vocab_size_per_layer_input, shape.num_hidden_layers * width
         embeddings += (Matrix(module="embed_tokens_per_layer", num_rows=rows, num_columns=columns),)
     each = [layers[kind] for kind in shape.layer_kinds]
     return joined(each, final_vectors=whole.final_vectors + (width or 0), embeddings=embeddings, head=whole.head)
-
-
-def _per_layer_matrices(shape: ModelShape) -> Iterator[Matrix]:
-    """The matrices of a layer that read its own embedding; the library has the second ones of all layers in one."""
-    sizes = shape.hidden_size, shape.hidden_size_per_layer_input
-    for name, (columns, rows) in (("per_layer_input_gate", sizes), ("per_layer_projection", sizes[::-1])):
-        yield Matrix(module=name, num_columns=columns, num_rows=rows, name=f"model.layers.*.{name}")
-    name = "per_layer_model_projection"
-    yield Matrix(module=name, num_columns=sizes[0], num_rows=sizes[1], name=f"model.{name}")
 
 
 GEMMA3N = unwritten("gemma3n_text", cuts_own_embedding=True, has_stages=False)
