@@ -155,8 +155,7 @@ def test_kinds_that_run_take_the_positions_of_tokens() -> None:
 
 
 def takes_positions(kind: str) -> bool:
-    named = CAUSAL_CLASSES[kind]
-    module = import_module(getattr(transformers, named if isinstance(named, str) else named[0]).__module__)
+    module = import_module(getattr(transformers, CAUSAL_CLASSES[kind]).__module__)
     models = [one for one in vars(module).values() if isinstance(one, type) and issubclass(one, PreTrainedModel)]
     return any("position_ids" in signature(one.forward).parameters for one in models)
 
