@@ -14,6 +14,7 @@ from llama_ssp.catalogue import Dtype, ModelConfig
 from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.planning.model import DTYPE_BYTES, PlannedModel, number_format, planned_model
 from llama_ssp.registry import Registry, imported
+from llama_ssp.settings import schema
 from llama_ssp.settings.backends import TENSOR, Backend, backend_of
 from llama_ssp.settings.constraints import constraint_asked
 from llama_ssp.settings.drafters import (
@@ -34,15 +35,7 @@ from llama_ssp.settings.drafters import (
 from llama_ssp.settings.layout import Layout, lay_out
 from llama_ssp.settings.lengths import LengthChooser
 from llama_ssp.settings.rules import AT_ZERO, DEFAULT, rule_of
-from llama_ssp.settings.schema import (
-    MODEL_DRAFT,
-    NO_DRAFT,
-    DrafterConfig,
-    DraftLayout,
-    ExpertParts,
-    PlanConfig,
-    RunConfig,
-)
+from llama_ssp.settings.schema import DrafterConfig, DraftLayout, ExpertParts, PlanConfig, RunConfig
 from llama_ssp.settings.tasks import task_of
 from llama_ssp.settings.trees import TreeShape
 
@@ -181,7 +174,7 @@ class PlanSpec:
     @property
     def record(self) -> DrafterRecord:
         """The kind of its draft; that of draft models without one."""
-        return DRAFTERS.of(MODEL_DRAFT if self.draft else self.free_draft or NO_DRAFT)
+        return DRAFTERS.of(schema.MODEL_DRAFT if self.draft else self.free_draft or schema.NO_DRAFT)
 
     @cached_property
     def is_certain(self) -> bool:

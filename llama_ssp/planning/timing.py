@@ -333,7 +333,7 @@ class CostModel:
 
     def drafting_s(self, num_draft_tokens: int) -> float:
         """All draft steps of a round, or a free draft's; the first finds the caches as the target has left them."""
-        free_s = self._free_s(num_draft_tokens) if num_draft_tokens else 0.0
+        free_s = self._free_s(num_draft_tokens) if num_draft_tokens and self.spec.free_settings else 0.0
         if not (self.draft and num_draft_tokens):
             return free_s
         first_s, later_s = self._draft_steps_s
@@ -347,8 +347,6 @@ class CostModel:
 
     def _free_s(self, num_draft_tokens: int) -> float:
         """The work of a draft without a model; see `DraftTerms`."""
-        if not self.spec.free_settings:
-            return 0.0
         spec = replace(self.spec, num_draft_tokens=num_draft_tokens)
         terms = spec.free_terms
         free_s = self._kernels_s(terms.num_kernels, 0, 0) + terms.read_bytes / self.hardware.read_bytes_per_s

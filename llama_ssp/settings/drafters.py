@@ -48,10 +48,8 @@ class RoundSizes(Protocol):
 class DraftTerms:
     """Terms of a plan on every rank for a draft without a model: kernels of a round, bytes, and steps of the target.
 
-    Plans count the law of a draft that draws, and its draws, by themselves.
-
     Attributes:
-        read_bytes: bytes that the kernels of a round read and write.
+        read_bytes: bytes that the kernels of a round read and write, without the draws of a law.
         layers: of the target, with its output, that each drafted token passes; 0 for none.
         seen_slots: of the cache that such a step reads of a row; None for all.
         copied_slots: of a row that a round copies to a cache of the draft's own.

@@ -75,9 +75,8 @@ def rounds_of(config: RunConfig, *, has_head: bool) -> Rounds:
     fallback = [of_kind(draft.fallback)] if draft.fallback else []
     if all(is_certain(one, tree) for one in (draft, *fallback)) and rule in {DEFAULT, BLOCK}:
         rule = CERTAIN
-    record = drafter_of(draft)
-    is_own_law = record.draws and not record.reads_target  # which may depend on where a round began
-    num_known = 1 if has_head or is_own_law else ANY_ROUNDS.num_known
+    record = drafter_of(draft)  # a plugin's law may depend on where a round began, as a head's
+    num_known = 1 if has_head or (record.draws and not record.reads_target) else ANY_ROUNDS.num_known
     if draft.fallback or vocabulary_of(draft) is not SAME or config.speculation.overlap:
         num_known = 0
     exact, models = (Dtype.fp32, NO_QUANTIZATION, OWN_DTYPE), filter(None, (config.model, draft.model))

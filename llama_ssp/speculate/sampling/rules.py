@@ -192,10 +192,7 @@ class Rule:
         return scores_BTV if self.takes_best else scores_BTV.masked_fill(nothing_BT[..., None], 0.0), nothing_BT
 
     def verify(self, draft: Draft, target_BTV: Tensor, *, draws: Draws) -> Verdict:
-        """Verify a draft against the output of `process` for the target's logits at K + 1 positions.
-
-        A draft may have the law of the whole vocabulary where `shard` has a part.
-        """
+        """Verify a draft, whose law may be whole, against `process` of the target's logits at K + 1 positions."""
         if self._verify and not draft.is_certain:
             over = {} if self.shard.is_whole else {"shard": self.shard}
             return self._verify(draft._replace(law=self.shard.own(draft.drawn_law)), target_BTV, draws=draws, **over)

@@ -44,9 +44,8 @@ class Shard:
 
     def own(self, numbers: Tensor) -> Tensor:
         """This rank's part of numbers (..., V), which may be of the whole vocabulary or of its own tokens."""
-        if self.is_whole or numbers.shape[-1] == len(self._own):
-            return numbers
-        return numbers[..., self._own.start : self._own.stop]
+        is_own = self.is_whole or numbers.shape[-1] == len(self._own)
+        return numbers if is_own else numbers[..., self._own.start : self._own.stop]
 
     def num_of_all(self, num_tokens: int) -> int:
         """The number of tokens of all ranks together, `num_tokens` of them on this one."""
