@@ -155,12 +155,9 @@ def load_models(
     with raise_on_all_ranks(world.comm), on_free_cores(world):
         vocab_size, context = target_source.origin.shape.vocab_size, target_source.origin.context
         target: Runner = NullRunner(device=world.device, vocab_size=vocab_size, max_position_embeddings=context)
-        if mesh.target:
+        if made := _made_from(mesh, config, target_source, None).get("target"):
             load = imported(backend.load, setting=BACKENDS.setting)
-            stage = _stage_of(mesh, config, target_source)
-            how = {"comm": mesh.target, "stage": stage, "devices": world.free_devices}
-            how["reproducible"] = config.reproducible
-            target = _loaded("target", target_source, load, world, progress, **how)
+            target = _loaded("target", made, load, world, progress, devices=world.free_devices)
     target.agree(mesh.replica)
     alone = Models(
         target=target, draft=None, drafts=False, mesh=mesh, reuse=Reuse(are_invariant=False, from_states=False),
@@ -211,21 +208,15 @@ def with_draft(
         asked = f"draft.kind={config.draft.kind}" if drafter_of(config.draft).prepare else vocabulary.asked
         read = imported(prepare, setting=asked) if prepare else None
         prepared = read(config.draft, *tokenizers) if read else None
-        copied = copy_of_target(sources[0], config) if sources and mesh.target else None
-        draft = None
-        if copied or (source and mesh.draft):
+        made, draft = _made_from(mesh, config, *(sources[0] if sources else None, source)), None
+        if made.keys() & {"prepared", "draft"}:
             from llama_ssp.models.loading import load_model  # noqa: PLC0415 - slow import, see above
-        how: dict[str, Any]
-        if copied:
-            inner = ModelStage(number=1, num_stages=3, layers=range(copied[1]))  # without tables
-            how = {"comm": mesh.target, "stage": inner, "reproducible": config.reproducible}
-            prepared = _loaded("draft", copied[0], load_model, world, progress, **how)
-        if source and mesh.draft:
-            layout, by_library = mesh.layout, backend_of(config.placement.target.kind).by_library
-            shares = _share(layout) and not by_library
-            how = {"comm": mesh.draft, "whole": DRAFT_WHOLE, "target": target if shares else None}
-            how["reproducible"] = _orders_draft(source, config)
-            draft = _loaded("draft", source, load_model, world, progress, **how)
+        if "prepared" in made:
+            prepared = _loaded("draft", made["prepared"], load_model, world, progress)
+        if "draft" in made:
+            shares = _share(mesh.layout) and not backend_of(config.placement.target.kind).by_library
+            shared = target if shares else None
+            draft = _loaded("draft", made["draft"], load_model, world, progress, target=shared)
     if draft and mesh.draft:
         draft.agree(mesh.draft)
     mesh.set_timeout(config.timeouts.decode_s)
@@ -236,12 +227,36 @@ def with_draft(
     )  # fmt: skip
 
 
+Made = tuple[Source, dict[str, Any]]
+"""A source of weights, and fields of `Loading`."""
+
+
+def _made_from(mesh: Mesh, config: RunConfig, target: Source | None, draft: Source | None) -> dict[str, Made]:
+    """List what this rank makes of the weights of each model, by field of `Models`.
+
+    Loads and updates follow this list, so that whatever is made from weights is renewed with them.
+    """
+    found = dict[str, Made]()
+    if target and mesh.target:
+        how = {"comm": mesh.target, "reproducible": config.reproducible}
+        found["target"] = target, {**how, "stage": _stage_of(mesh, config, target)}
+        if copied := copy_of_target(target, config):
+            inner = ModelStage(number=1, num_stages=3, layers=range(copied[1]))  # without tables
+            found["prepared"] = copied[0], {**how, "stage": inner}
+    if draft and mesh.draft:
+        # Heads have products outside of the decoder's layers.
+        is_ordered = config.reproducible and not draft.origin.shape.is_head
+        found["draft"] = draft, {"comm": mesh.draft, "whole": DRAFT_WHOLE, "reproducible": is_ordered}
+    return found
+
+
 def _loaded(
-    part: str, source: Source, load: Callable[[Loading], Runner], world: World, progress: Progress | None, **how: Any
+    part: str, made: Made, load: Callable[[Loading], Runner], world: World, progress: Progress | None, **more: Any
 ) -> Runner:
+    source, how = made
     report = partial(progress, part) if progress else None
-    how |= {"device": world.device, "dtype": source.dtype, "precision": source.precision, "progress": report}
-    runner = load(Loading(source.origin, **how))
+    more |= {"device": world.device, "dtype": source.dtype, "precision": source.precision, "progress": report}
+    runner = load(Loading(source.origin, **how, **more))
     _log.info("loaded %s %s", part, source.entry.label)
     return runner
 
@@ -255,33 +270,23 @@ def update_models(
     some of whose weights need another kernel is another object. Raises SspError on every rank if reading fails on one;
     the models then hold weights of both.
     """
-    mesh, target, draft = models.mesh, models.target, models.draft
-    target_source, draft_source = sources
-    target.forget()
+    mesh, made = models.mesh, dict[str, Any](vars(models))
+    models.target.forget()
     mesh.set_timeout(config.timeouts.load_s)
     with raise_on_all_ranks(world.comm):
-        if target_source and mesh.target:
-            how: dict[str, Any] = {"comm": mesh.target, "stage": _stage_of(mesh, config, target_source)}
-            how["reproducible"] = config.reproducible
-            target = _updated(target, target_source, device=world.device, **how)
-        if draft_source and draft and mesh.draft:
-            shared = target if _share(mesh.layout) else None
-            how = {"comm": mesh.draft, "whole": DRAFT_WHOLE, "target": shared}
-            how["reproducible"] = _orders_draft(draft_source, config)
-            draft = _updated(draft, draft_source, device=world.device, **how)
-    target.agree(mesh.replica)
-    if draft and mesh.draft:
-        draft.agree(mesh.draft)
-    reuse = Reuse.of([target, draft], mesh.replica)
-    is_kept = target is models.target and draft is models.draft
+        for part, (source, how) in _made_from(mesh, config, *sources).items():
+            shared = {"target": made["target"]} if part == "draft" and _share(mesh.layout) else {}
+            made[part] = _updated(made[part], source, device=world.device, **how, **shared)
+    is_kept = all(part is before for part, before in zip(made.values(), vars(models).values(), strict=True))
+    models, draft_source = Models(**made), sources[1]
+    models.target.agree(mesh.replica)
+    if models.draft and mesh.draft:
+        models.draft.agree(mesh.draft)
+    if draft_source and draft_source.origin.shape.is_head:  # later updates may read it again
+        models = replace(models, sources=(models.sources[0], draft_source))
     all_keep = all(world.comm.gather_text("kept" if is_kept else ""))
     mesh.set_timeout(config.timeouts.decode_s)
-    return replace(models, target=target, draft=draft, reuse=reuse), all_keep
-
-
-def _orders_draft(source: Source, config: RunConfig) -> bool:
-    """Whether a draft takes operators for `reproducible=true`; heads have products outside of the decoder's layers."""
-    return config.reproducible and not source.origin.shape.is_head
+    return replace(models, reuse=Reuse.of([models.target, models.draft], mesh.replica)), all_keep
 
 
 def _share(layout: Layout) -> bool:

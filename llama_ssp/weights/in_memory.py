@@ -2,9 +2,9 @@
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import attrgetter
 from pathlib import Path
@@ -114,6 +114,20 @@ def weights_like(running: WeightSource, parameters: Mapping[str, Any], *, what: 
         parameters=_named(parameters, running.config),
         generation={},
     )  # fmt: skip
+
+
+def kept(origin: WeightSource, names: Callable[[], Collection[str]] | None = None) -> WeightSource:
+    """A source whose tensors of these names, or all, stay as they are now: copies of the ones in memory.
+
+    Files stay files. Of weights in memory the other tensors keep no values, so that their memory can be freed.
+    """
+    if not isinstance(origin, WeightsInMemory):
+        return origin
+    copied = origin.parameters.keys() if names is None else names()
+    return replace(origin, parameters={
+        name: values.detach().to("cpu", copy=True) if name in copied else values.detach().to("meta")
+        for name, values in origin.parameters.items()
+    })  # fmt: skip
 
 
 def as_eos_ids(given: int | Sequence[int] | None) -> tuple[int, ...]:

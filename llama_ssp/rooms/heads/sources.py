@@ -11,7 +11,7 @@ Shapes: D tokens that the head drafts, V vocabulary of the target.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -45,6 +45,7 @@ from llama_ssp.rooms.heads.mtp import (
 )
 from llama_ssp.untyped import Parsed
 from llama_ssp.weights.checkpoint import Checkpoint, inspect, shape_of
+from llama_ssp.weights.in_memory import kept
 from llama_ssp.weights.source import TensorFacts, Wanted, WeightSource
 
 _ROOM = "llama_ssp.rooms.heads"
@@ -154,6 +155,11 @@ class HeadSource:
         return OUTPUT not in self.files.tensors
 
     @property
+    def shares_tables(self) -> bool:
+        """Whether it has its target's embedding, its output, or both."""
+        return not self._stored.keys() >= {EMBEDDING, OUTPUT}
+
+    @property
     def layers(self) -> tuple[int, ...]:
         """The layers of the target whose inputs the head reads."""
         return self.head.layers_of(self.target.shape.num_hidden_layers)
@@ -186,7 +192,7 @@ class HeadSource:
 
     def updated(self, target: WeightSource | None, files: WeightSource | None) -> WeightSource | None:
         """See `TapSource`."""
-        if files is None and (target is None or not self.shares_output):
+        if files is None and (target is None or not self.shares_tables):
             return None
         files = files or self.files
         return of_target(files, getattr(files, "head", None) or self.head, target or self.target)
@@ -259,7 +265,9 @@ def of_target(files: WeightSource, head: HeadConfig, target: WeightSource) -> He
             "target"
         )
     source.token_ids()
-    return source
+    if not source.shares_tables:
+        return source
+    return replace(source, files=kept(files), target=kept(target, source._of_target.values))  # for later updates
 
 
 def _bare(name: str) -> str:
@@ -281,6 +289,7 @@ class MtpSource:
     target: Checkpoint  # which has them in its files.
     config: PretrainedConfig  # of a model whose layers they are.
     shape: ModelShape  # of the head.
+    tables: WeightSource | None = None  # of the target's later weights without the layers; None with them.
     folder = property(attrgetter("target.folder"))
     context = property(attrgetter("target.context"))
     dtype = property(attrgetter("target.dtype"))
@@ -291,9 +300,13 @@ class MtpSource:
     def _stored(self) -> Mapping[str, str]:
         """The stored names by ours."""
         files, counts = self.target.tensors, (self.target.shape.num_hidden_layers, self.shape.num_hidden_layers)
-        shared = (EMBEDDING, OUTPUT, *([NORM] if shares_norm(self.config.model_type) else []))
         own = {ours: name for name in files for ours in our_names(name, *counts)}
-        return {name: name for name in shared if name in files} | own
+        return {name: name for name in self._shared if name in files} | own
+
+    @property
+    def _shared(self) -> Collection[str]:
+        """Tensors of the target itself."""
+        return {EMBEDDING, OUTPUT, *([NORM] if shares_norm(self.config.model_type) else [])}
 
     @cached_property
     def tensors(self) -> Mapping[str, TensorFacts]:
@@ -302,7 +315,8 @@ class MtpSource:
 
     def read(self, name: str, **wanted: Unpack[Wanted]) -> Tensor:
         """See `WeightSource.read`."""
-        found = self.target.read(stored := self._stored[name], **wanted)
+        stored = self._stored[name]
+        found = (self.tables if self.tables and stored in self._shared else self.target).read(stored, **wanted)
         swaps = name == _JOIN and HIDDEN_FIRST in stored  # of which there is one
         return found.roll(found.shape[1] // 2, 1) if swaps else found
 
@@ -332,11 +346,11 @@ class MtpSource:
                 layer.register_module(name, module)
 
     def updated(self, target: WeightSource | None, files: WeightSource | None) -> WeightSource | None:
-        """See `TapSource`; weights of a target without the layer leave it as it is."""
+        """See `TapSource`; weights of a target without the layer leave it as it is, with the target's new tables."""
         if target is None:
             return files
-        own = replace(self, target=cast("Checkpoint", target))
-        return own if own.has_layer else None
+        own = replace(self, target=cast("Checkpoint", target), tables=None)
+        return own if own.has_layer else replace(self, tables=kept(target, lambda: self._shared))
 
 
 def source_of(files: WeightSource | None, target: WeightSource) -> HeadSource | MtpSource:
