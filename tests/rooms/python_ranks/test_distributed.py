@@ -4,16 +4,19 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from llama_ssp import load
+from tests.helpers import one_pass_heads
 from tests.helpers.commands import started
 from tests.helpers.disturbed import is_alive, wait_for
 from tests.helpers.forks import check_forks
 from tests.helpers.repository import ROOT
 from tests.helpers.sockets import family_of
 from tests.helpers.starters import environment
+from tests.unit.api.test_update import renewed, save_pair, texts, trained
 
 pytestmark = pytest.mark.distributed(2)
 
@@ -121,3 +124,20 @@ def test_a_pair_on_ranks_of_its_own_survives_mistakes_and_leaves_no_process(tmp_
 @pytest.mark.slow
 def test_a_pair_belongs_to_the_process_that_started_its_ranks(tmp_path: Path) -> None:
     check_forks(2, folder=tmp_path)
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("kind", ["self as int8", one_pass_heads.SHARING])
+def test_an_update_on_ranks_gives_the_texts_of_a_fresh_load(tmp_path: Path, kind: str) -> None:
+    """One model after the other; each rank has slices of both, or of the copy that drafts."""
+    target, draft = save_pair(tmp_path, kind)
+    new_target, (new_draft, of_draft) = trained(target), renewed(draft)
+    on_ranks: dict[str, Any] = {"ranks": 2, "placement": "sharded", "dtype": "fp32"}
+    with load(target, draft, **on_ranks) as pair:
+        before = texts(pair)
+        pair.update(new_target)
+        if of_draft:
+            pair.update(draft=of_draft)
+        after = texts(pair)
+    with load(new_target, new_draft, **on_ranks) as fresh:
+        assert after == texts(fresh) != before

@@ -24,7 +24,7 @@ from llama_ssp.run import decoders
 from llama_ssp.speculate.engine.executors import GraphExecutor
 from llama_ssp.weights.checkpoint import inspect
 from llama_ssp.workspaces import NOWHERE, InPlace, find_tensors
-from tests.helpers import one_pass_heads
+from tests.helpers import one_pass_heads, other_tokenizer
 from tests.helpers.draft_heads import save_small_pair
 from tests.helpers.edits import edit_tensors
 from tests.helpers.joined_experts import join_on_cpu
@@ -33,16 +33,41 @@ from tests.helpers.models import FAMILIES, VOCAB_SIZE, build_checkpoint
 from tests.helpers.mtp_layers import save_with_mtp
 from tests.helpers.reachable import contents
 from tests.helpers.recorded import FakeRecorder
-from tests.helpers.rooms import module_of
+from tests.helpers.rooms import module_of, need
 from tests.helpers.tokenizers import save_tokenizer
 
 PROMPTS = ["t5 t9 t3 " * 12, "t7 t8"]
+OF_TARGET: dict[str, dict[str, Any]] = {
+    "self as int8": {"kind": "self", "quantization": "int8_weight_only"},
+    "self as int8, a layer and a window": {
+        "kind": "self", "quantization": "int8_weight_only", "layers": [0], "window": 8,
+    },
+    "self as int4": {"kind": "self", "quantization": "int4_weight_only"},
+    "self, a layer": {"kind": "self", "layers": 1},
+    "self, a window": {"kind": "self", "window": 8},
+    "copies": {"kind": "ngram", "history": 0},
+}  # fmt: skip
+"""Drafts without weights of their own; texts of earlier calls, which prompt look-up copies, stay after an update."""
+ROOMS = {"self": "self_drafts", "copies": "copies", "windows": "windows", "tokenizers": "tokenizers"}
+"""By the first word of a kind of draft."""
+Draft = Path | str | dict[str, Any]
 
 
-def save_pair(folder: Path, kind: str) -> tuple[Path, Path | str]:
-    """The folders of a random target and its draft; or the name of the draft."""
+def save_pair(folder: Path, kind: str) -> tuple[Path, Draft]:
+    """The folders of a random target and its draft; or the name or the settings of the draft."""
     target, draft, vocab_size = folder / "target", folder / "draft", VOCAB_SIZE
-    if kind == "head":
+    if room := ROOMS.get(kind.partition(" ")[0].strip(",")):
+        need(room)
+    if kind.startswith("windows of "):
+        target, draft = save_pair(folder, kind.removeprefix("windows of "))
+        return target, {"model": draft, "window": 16}
+    if kind.startswith("tokenizers"):
+        other_tokenizer.save_pair(folder)
+        return target, draft
+    if found := next((name for name in OF_TARGET if kind.startswith(name)), None):
+        target, _ = save_pair(folder, kind.partition(" of ")[2] or "llama")
+        return target, OF_TARGET[found]
+    if kind.startswith("head"):
         save_small_pair(folder)
         draft, vocab_size = folder / "head", 224
     elif kind in one_pass_heads.CONFIGS:
@@ -58,6 +83,23 @@ def save_pair(folder: Path, kind: str) -> tuple[Path, Path | str]:
             save_tokenizer(path, vocab_size)
     save_tokenizer(target, vocab_size)
     return target, "mtp" if kind.startswith("mtp ") else draft
+
+
+def loaded(target: Any, draft: Draft, kind: str) -> Pair:  # noqa: ANN401 - as `load` takes it
+    """The pair of a kind, in the formats that its name ends with."""
+    form, dtype = kind.partition(" as ")[2], ("fp32", "bf16") if "in bf16" in kind else "fp32"
+    vocabulary = {"tokenizer": "own"} if kind.startswith("tokenizers") else {}
+    own = {"quantization": form} if form and not kind.startswith("self") else {}
+    return load(target, draft, **vocabulary | own | {"dtype": dtype})
+
+
+def renewed(draft: Draft, *, seed: int = 0) -> tuple[Draft, Path | None]:
+    """A draft with other weights, for a fresh load and for an update, which has none of a draft without weights."""
+    if isinstance(draft, dict) and "model" in draft:
+        path = trained(draft["model"], seed=seed)
+        return draft | {"model": path}, path
+    path = trained(draft, seed=seed) if isinstance(draft, Path) else None
+    return path or draft, path
 
 
 def trained(folder: Path, *, seed: int = 0) -> Path:
@@ -97,25 +139,57 @@ def texts(pair: Pair) -> list[tuple[list[int], list[int], int]]:
 
 @pytest.mark.seconds
 @pytest.mark.parametrize("kind", [
+    *first((*OF_TARGET, "self as int8 of mixtral", "windows of llama", "windows of head", "head in bf16")),
     *first(("llama as int8_weight_only", "head", "gpt_neox", "mtp qwen2", one_pass_heads.SHARING), num=2),
     *map(slow, ("llama as int4_weight_only", "qwen3 in 16 bits", "glm4_moe", "mtp glm4_moe", "peagle")),
-    slow("recurrent dspark"),
+    *map(slow, [kind for kind in one_pass_heads.CONFIGS if kind not in {"peagle", one_pass_heads.SHARING}]),
+    slow("tokenizers"),
 ])  # fmt: skip
 def test_an_update_gives_the_texts_of_a_fresh_load(tmp_path: Path, kind: str) -> None:
+    """And the accepted tokens, which tell weights of a draft that the rules keep out of the texts."""
     target, draft = save_pair(tmp_path, kind)
-    form = kind.partition(" as ")[2] or None
-    pair = load(target, draft, dtype="fp32", quantization=form)
+    pair = loaded(target, draft, kind)
     before, models = texts(pair), pair.models
-    new_target, new_draft = trained(target), trained(draft) if isinstance(draft, Path) else draft
-    if kind == one_pass_heads.SHARING:
-        new_draft = draft
-        pair.update(new_target)  # whose output the head has
-    else:
-        pair.update(new_target, new_draft if isinstance(draft, Path) else None)
+    new_target, (new_draft, of_draft) = trained(target), renewed(draft)
+    pair.update(new_target, of_draft)
     assert pair.models.target is models.target
     assert pair.models.draft is models.draft
+    assert pair.models.prepared is models.prepared
     after = texts(pair)
-    assert after == texts(load(new_target, new_draft, dtype="fp32", quantization=form)) != before
+    assert after == texts(loaded(new_target, new_draft, kind)) != before
+
+
+@pytest.mark.seconds
+@pytest.mark.parametrize("in_memory", [False, True], ids=["files", "memory"])
+@pytest.mark.parametrize("order", first(["target", "target, draft", "draft, target"], num=3))
+@pytest.mark.parametrize("kind", first([one_pass_heads.SHARING, "head in bf16", "head", "llama"]))
+def test_updates_one_after_the_other_give_the_texts_of_a_fresh_load(
+    tmp_path: Path, kind: str, order: str, in_memory: bool
+) -> None:
+    """Memory changes after each update, and a head without tables has its target's all the same."""
+    target, draft = save_pair(tmp_path, kind)
+    new = {"model": trained(target), "draft": renewed(draft, seed=1)[1]}
+    pair = loaded(target, draft, kind)
+    for part in order.replace("target", "model").split(", "):
+        given: Any = load_file(Path(new[part]) / "model.safetensors") if in_memory else new[part]  # type: ignore[arg-type]
+        pair.update(**{part: given})
+        for values in given.values() if in_memory else ():
+            values.zero_()
+    fresh = loaded(new["model"], (new if "draft" in order else {"draft": draft})["draft"], kind)  # type: ignore[arg-type]
+    assert texts(pair) == texts(fresh)
+
+
+@pytest.mark.parametrize("tied", first([False, True]))
+def test_mtp_layers_that_stay_have_the_new_tables_of_their_target(tmp_path: Path, tied: bool) -> None:
+    target, both = tmp_path / "target", tmp_path / "both"
+    save_with_mtp(target, "qwen2", tie_word_embeddings=tied)
+    save_tokenizer(target, VOCAB_SIZE)
+    shutil.copytree(target, both)
+    pair, stored = load(target, "mtp", dtype="fp32"), load_file(trained(target) / "model.safetensors")
+    own = {name: values for name, values in stored.items() if "mtp" not in name}
+    edit_tensors(both / "model.safetensors", lambda tensors: tensors.update(own))
+    pair.update(own)
+    assert texts(pair) == texts(load(both, "mtp", dtype="fp32"))
 
 
 @pytest.mark.parametrize(("family", "form"), KINDS)
