@@ -59,8 +59,8 @@ def save_pair(folder: Path, kind: str) -> tuple[Path, Draft]:
     if room := ROOMS.get(kind.partition(" ")[0].strip(",")):
         need(room)
     if kind.startswith("windows of "):
-        target, draft = save_pair(folder, kind.removeprefix("windows of "))
-        return target, {"model": draft, "window": 16}
+        target, inner = save_pair(folder, kind.removeprefix("windows of "))
+        return target, {"model": inner, "window": 16}
     if kind.startswith("tokenizers"):
         other_tokenizer.save_pair(folder)
         return target, draft
@@ -89,8 +89,8 @@ def loaded(target: Any, draft: Draft, kind: str) -> Pair:  # noqa: ANN401 - as `
     """The pair of a kind, in the formats that its name ends with."""
     form, dtype = kind.partition(" as ")[2], ("fp32", "bf16") if "in bf16" in kind else "fp32"
     vocabulary = {"tokenizer": "own"} if kind.startswith("tokenizers") else {}
-    own = {"quantization": form} if form and not kind.startswith("self") else {}
-    return load(target, draft, **vocabulary | own | {"dtype": dtype})
+    own: dict[str, Any] = {"quantization": form} if form and not kind.startswith("self") else {}
+    return load(target, draft, **own | vocabulary | {"dtype": dtype})
 
 
 def renewed(draft: Draft, *, seed: int = 0) -> tuple[Draft, Path | None]:
@@ -98,8 +98,9 @@ def renewed(draft: Draft, *, seed: int = 0) -> tuple[Draft, Path | None]:
     if isinstance(draft, dict) and "model" in draft:
         path = trained(draft["model"], seed=seed)
         return draft | {"model": path}, path
-    path = trained(draft, seed=seed) if isinstance(draft, Path) else None
-    return path or draft, path
+    if isinstance(draft, Path):
+        return (path := trained(draft, seed=seed)), path
+    return draft, None
 
 
 def trained(folder: Path, *, seed: int = 0) -> Path:
