@@ -11,6 +11,7 @@ Shapes: B sequences, S slots, T positions of a forward, V vocabulary.
 
 import json
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, repeat
@@ -26,6 +27,7 @@ from llama_ssp.errors import InterruptedRun
 from llama_ssp.models.cache import Taps
 from llama_ssp.models.prefill import Buckets, Prompts, read_prompts
 from llama_ssp.models.runner import Runner
+from llama_ssp.models.upload import to_device
 from llama_ssp.rooms.evaluate.law import NUM_NEWEST, LawSums
 from llama_ssp.rooms.evaluate.martingales import ANY_ROUNDS, CERTAIN, Role, Rounds, TextSums
 from llama_ssp.run.session import Session
@@ -39,7 +41,7 @@ from llama_ssp.speculate.sampling.context import Rows
 from llama_ssp.speculate.sampling.uniforms import PER_DRAW
 from llama_ssp.terminal.progress import Pace
 
-_SCORED, _LEAST_LEFT = "scored by the target", 1e-5
+_SCORED, _LEAST_LEFT, _LEAST_COUNT = "scored by the target", 1e-5, 1e-3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +83,9 @@ class Scorer:
         reports: this rank has the probabilities of both models; others only take part, and their scores are empty.
         taps: of the target, if the drafter is a head.
         rounds: how the texts with roles were decoded.
+
+    Attributes:
+        expected_V: how often each token was expected in all texts with roles so far.
     """
 
     def __init__(
@@ -90,7 +95,7 @@ class Scorer:
     ) -> None:  # fmt: skip
         self._target, self._log_probs = target, log_probs
         self._drafter, self._reports, self._taps = drafter, reports, taps
-        self._rounds = rounds
+        self._rounds, self.expected_V = rounds, torch.zeros(1, dtype=torch.float64, device=target.device)
         self._batch_size, self._num_positions = batch_size, num_positions
         num_slots = whole_steps(longest + num_positions)
         target.allocate(batch_size=batch_size, capacity=num_slots)
@@ -125,6 +130,7 @@ class Scorer:
             begins_BS = _round_starts(roles_BT, first=length) if law and self._rounds.penalizes else None
             values, means = [tokens_BS.new_empty(len(rows), 0)], [tokens_BS.new_empty(len(rows), 0)]
             stated = [text.stated for text in filled] if any(text.stated for text in batch) else None
+            ends_B1 = to_device([len(text.prompt_ids) + len(text.token_ids) for text in filled], device)[:, None]
             scored = self._log_probs_of(tokens_BS, first_BV, length=length, begins_BS=begins_BS, stated=stated)
             for place, (log_probs_BV, forgetful_BV, stated_BV) in enumerate(scored, start=length):
                 next_B1 = tokens_BS[:, place, None]
@@ -132,13 +138,15 @@ class Scorer:
                     values.append(log_probs_BV.gather(1, next_B1))
                     if law:
                         means.append((log_probs_BV.exp() * log_probs_BV).sum(1, keepdim=True))
-                if batch[0].roles and place > length:
-                    draft_BV, vocab_size = log_probs_BV, log_probs_BV.shape[-1]
-                    if drafter:
-                        draft_BV = self._draft(drafter, tokens_BS, place, first=length, vocab_size=vocab_size)
+                        here_BV = log_probs_BV.exp() * (place < ends_B1)
+                        self.expected_V = self.expected_V + here_BV.sum(0, dtype=torch.float64)
+                if batch[0].roles and (place > length or batch[0].roles[0] != Role.unused):
+                    drafted_BV, vocab_size = None, log_probs_BV.shape[-1]
+                    if drafter and place > length:
+                        drafted_BV = self._draft(drafter, tokens_BS, place, first=length, vocab_size=vocab_size)
                     if law:
                         law.add(
-                            next_B1, log_probs_BV.exp(), draft_BV if drafter else draft_BV.exp(),
+                            next_B1, log_probs_BV.exp(), log_probs_BV.exp() if drafted_BV is None else drafted_BV,
                             roles_B=roles_BT[:, place - length],
                             newest_BN=tokens_BS[:, max(0, place - NUM_NEWEST) : place],
                             forgetful_BV=None if forgetful_BV is None else forgetful_BV.exp(),
@@ -228,19 +236,21 @@ def _rows(tokens_BS: Tensor, length: int, *, num_given: int) -> Rows:
 
 @torch.inference_mode()
 def score(
-    session: Session, texts: Sequence[SampledText], *, rounds: Rounds, sampling: SamplingConfig | None = None
-) -> list[TextScore]:
+    session: Session, texts: Sequence[SampledText], *, rounds: Rounds, sampling: SamplingConfig | None = None,
+    expected: dict[int, float] | None = None,
+) -> list[TextScore]:  # fmt: skip
     """Return the scores of every text, the same on every rank; none for no texts.
 
     Texts with roles have sums; without a draft, the sums that need none. `sampling` is by default the run's. Every rank
-    gives the same texts. Shows its progress. Raises InterruptedRun on every rank if stopped.
+    gives the same texts. `expected` takes how often each token was expected in the texts, as far as it says anything.
+    Shows its progress. Raises InterruptedRun on every rank if stopped.
     """
     mesh, config = session.models.mesh, session.config
     config = replace(config, sampling=sampling or config.sampling)
     share = list(enumerate(texts))[mesh.number :: config.placement.num_replicas]
     taps = session.models.make_taps()
-    has_roles = any(text.roles for text in texts)
-    drafter = _drafter(session, config, taps) if has_roles and session.models.drafts else None
+    has_rounds = any(text.roles[1:] for text in texts)
+    drafter = _drafter(session, config, taps) if has_rounds and session.models.drafts else None
     is_reporting = mesh.replica.rank == mesh.layout.verify_rank
     scorer = None
     if texts and (mesh.target or drafter):
@@ -269,11 +279,15 @@ def score(
                     found.append((number, scored))
                     progress.advance(_SCORED, len(text.token_ids))
                     progress.end(_SCORED, num_tokens=len(text.token_ids), ms=ms)
-    gathered = session.world.comm.gather_text(json.dumps([stopped, found if is_reporting else []]))
+    counts = enumerate(scorer.expected_V.tolist() if scorer and is_reporting and expected is not None else [])
+    counted = [(token, number) for token, number in counts if number > _LEAST_COUNT]
+    gathered = session.world.comm.gather_text(json.dumps([stopped, found if is_reporting else [], counted]))
     results = [json.loads(text) for text in gathered]
-    if any(was_stopped for was_stopped, _ in results):
+    if any(was_stopped for was_stopped, _, _ in results):
         raise InterruptedRun.in_folder(config.run_dir)
-    rows = sorted(row for _, found in results for row in found)
+    if expected is not None:
+        expected.update(sum((Counter(dict(of_rank)) for *_, of_rank in results), Counter[int]()))
+    rows = sorted(row for _, found, _ in results for row in found)
     return [TextScore(log_probs, sums and TextSums(*sums), mean) for _, (log_probs, sums, mean) in rows]
 
 

@@ -31,6 +31,14 @@ def without(name: str) -> Fault:
     return with_settings(lambda body: {key: value for key, value in body.items() if key != name})
 
 
+def with_temperature(change: Callable[[float], float]) -> Fault:
+    return with_settings(lambda body: body | {"temperature": change(body["temperature"])})
+
+
+def with_seed(change: Callable[[int], int]) -> Fault:
+    return with_settings(lambda body: body | {"seed": change(body.get("seed", 0))})
+
+
 def cooler(body: Body, ask: Ask) -> Body:
     return ask(body | {"temperature": 0.9 * body["temperature"]})
 
@@ -54,10 +62,54 @@ def off_by_one_at_the_end(context: int) -> Fault:
             return ask(body)
         found = ask(body | {"max_tokens": num - 1})
         ids = found["choices"][0]["token_ids"]
-        last = ask(body | {"prompt": [*prompt, *ids[:-1]], "max_tokens": 1, "seed": body["seed"] + 12345})
+        last = ask(body | {"prompt": [*prompt, *ids[:-1]], "max_tokens": 1, "seed": body.get("seed", 0) + 12345})
         ids += last["choices"][0]["token_ids"]
         return found
 
+    return answer
+
+
+def hotter_first_token(body: Body, ask: Ask) -> Body:
+    """The first token of each text is drawn at 1.3 times the temperature."""
+    first = ask(body | {"max_tokens": 1, "temperature": 1.3 * body["temperature"], "seed": body.get("seed", 0) + 12345})
+    ids, num = first["choices"][0]["token_ids"], body["max_tokens"]
+    if num == 1 or first["choices"][0]["finish_reason"] == "stop" or body["temperature"] == 0:
+        return first if body["temperature"] else ask(body)
+    found = ask(body | {"prompt": [*body["prompt"], *ids], "max_tokens": num - 1})
+    return _joined(first, found)
+
+
+def _joined(first: Body, found: Body) -> Body:
+    """Two answers as one, whose second goes on where the first ends."""
+    [before], [after] = first["choices"], found["choices"]
+    after["token_ids"] = before["token_ids"] + after["token_ids"]
+    after["text"] = before["text"] + after["text"]
+    for name, values in (after.get("logprobs") or {}).items():
+        if isinstance(values, list):
+            after["logprobs"][name] = before["logprobs"][name] + values
+    found["usage"]["prompt_tokens"] -= len(before["token_ids"])
+    return found
+
+
+def banning(token: int) -> Fault:
+    return with_settings(lambda body: body | {"logit_bias": {str(token): -100, **body.get("logit_bias", {})}})
+
+
+def stopping_late(body: Body, ask: Ask) -> Body:
+    """One token more than a stop ends is drawn, and counted."""
+    answer = ask(body)
+    if body.get("stop"):
+        [choice], ids = answer["choices"], answer["choices"][0]["token_ids"]
+        whole = ask({key: value for key, value in body.items() if key != "stop"})["choices"][0]["token_ids"]
+        choice["token_ids"] = whole[: len(ids) + 1]
+    return answer
+
+
+def stopping_early(body: Body, ask: Ask) -> Body:
+    """A stop takes one character more off the text."""
+    answer = ask(body)
+    if body.get("stop"):
+        answer["choices"][0]["text"] = answer["choices"][0]["text"][:-1]
     return answer
 
 

@@ -1,6 +1,7 @@
 """`task=audit` against the package's own server, as it is, and with faults that a proxy or a rule puts into it."""
 
 import json
+import math
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -14,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from llama_ssp import load
 from llama_ssp.rooms.evaluate.audit import asking
-from llama_ssp.rooms.evaluate.audit.records import END, LAW
+from llama_ssp.rooms.evaluate.audit.records import END, FIRST, LAW, SEEDS, STOPS, TEMPERATURE, TOKENS
 from llama_ssp.rooms.serve.records import ServeConfig
 from tests.helpers.composed import check_refused
 from tests.helpers.hub import shipped
@@ -29,6 +30,17 @@ Audit = Callable[..., Ended]
 CONTEXT, FEW = 96, ("tokens=600", "concurrency=16", "batch_size=16", "max_new_tokens=24")
 FIFTH, WHOLE = (("max_new_tokens=48", f"batch_size={rows}", f"tokens={num}") for rows, num in ((21, 4000), (35, 20000)))
 """A fifth of the default size, and the default size."""
+SHORT, FEWEST = ("max_new_tokens=3", "tokens=1500", "batch_size=64"), ("max_new_tokens=48", "tokens=400")
+"""Five hundred texts, as the default size has them, and nine."""
+SIZES = {
+    LAW: FIFTH,
+    TEMPERATURE: (*FIFTH[:2], "tokens=20000"),
+    FIRST: SHORT,
+    TOKENS: FIFTH,
+    SEEDS: FEWEST,
+    STOPS: FEWEST,
+}
+BANNED = 11
 QUICK, ALL = "task.checks=[law,log-probabilities,greedy,stops,seeds]", "task.checks=[]"
 OF_PROXY: dict[str, tuple[Fault, str]] = {
     "top-k ignored": (proxies.without("top_k"), "top_k"),
@@ -38,6 +50,14 @@ OF_PROXY: dict[str, tuple[Fault, str]] = {
     "min_tokens ignored": (proxies.without("min_tokens"), "min_tokens"),
     "the last position off by one": (proxies.off_by_one_at_the_end(CONTEXT), "end of the context"),
     "temperature x 0.9": (proxies.cooler, "law"),
+    "first tokens at temperature x 1.3": (proxies.hotter_first_token, "first tokens"),
+    "a token banned": (proxies.banning(BANNED), "tokens"),
+    "one text for two seeds": (proxies.with_seed(lambda seed: seed // 2 * 2), "seeds"),
+    "seeds of 16 bits": (proxies.with_seed(lambda seed: seed % (1 << 16)), "seeds"),
+    "a stop a token late": (proxies.stopping_late, "stops"),
+    "a stop a character early": (proxies.stopping_early, "stops"),
+    "a temperature rounded down": (proxies.with_temperature(lambda value: math.floor(10 * value) / 10), "temperature"),
+    "a temperature rounded up": (proxies.with_temperature(lambda value: math.ceil(10 * value) / 10), "temperature"),
 }
 """Faults, and the check that finds each; the others of a processor are those that need few tokens."""
 OF_RULE = {"wrong residual": FIFTH, "shared uniforms": FIFTH, "shared race": WHOLE, "u x 0.95": WHOLE}
@@ -131,7 +151,7 @@ def test_a_fault_of_the_answers_is_found(
     if not seed:
         monkeypatch.setattr(asking, "NUM_PROCESSED", 8 if check == "top_k" else 32)
         monkeypatch.setattr(asking, "MOST_END", 100)
-    words = FIFTH if check == LAW else ("tokens=20000",) if seed else ()
+    words = SIZES.get(check, ("tokens=20000",) if seed else ())
     with proxy(server, answer) as (url, _):
         ended = audit(url, tmp_path, f"seed={1000 * seed}", f"task.checks=[{check}]", *words)
     assert ended.code == 1, ended.err
@@ -283,12 +303,15 @@ def test_a_server_that_cannot_be_judged_gets_a_sentence(
 def test_some_checks_alone_ask_for_no_more_and_decide_by_themselves(
     server: Server, audit: Audit, tmp_path: Path
 ) -> None:
-    """Nine texts tell how a server rounds, four are asked for again, eight have a stop, and one finds its fields."""
+    """Nine texts tell how a server rounds, six have other seeds, four are asked for again, eight have a stop.
+
+    One request finds the fields that the server takes.
+    """
     alone = "task.checks=[seeds,stops]", "tokens=200"
     with proxy(server) as (url, asked):
         audit(url, tmp_path / "true", *alone).well()
     assert list(outcomes(tmp_path / "true")) == ["stops", "seeds"]
-    assert len(asked) == 1 + 9 + 4 + 8
+    assert len(asked) == 1 + 9 + 6 + 4 + 8
     with proxy(server, lambda body, ask: proxies.texts_alone(body | {"stop": None}, ask)) as (url, _):
         assert audit(url, tmp_path / "without stops", "task.checks=[greedy,stops]", "tokens=200").code == 1
     with proxy(server, proxies.texts_alone) as (url, _):

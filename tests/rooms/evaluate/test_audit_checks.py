@@ -2,7 +2,8 @@
 
 import math
 import random
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -114,17 +115,90 @@ def test_a_processor_is_judged_by_the_texts_of_either_law() -> None:
     outcomes = {checks.HELD: 0, checks.FAILED: 0, checks.UNKNOWN: 0}
     for _ in range(400):
         ids = draw.choices(range(4), asked, k=200)
-        both = log_probs(asked, ids), log_probs(without, ids)
+        both = log_probs(asked, ids), {"ignored": log_probs(without, ids)}
         outcomes[checks.judge_processor("top_k", *both, num=9, variation=0.0).outcome] += 1
     assert outcomes[checks.FAILED] == 0
     assert outcomes[checks.HELD] > 300
     ids = draw.choices(range(4), without, k=400)
-    both = log_probs(asked, ids), log_probs(without, ids)
+    both = log_probs(asked, ids), {"ignored": log_probs(without, ids)}
     assert checks.judge_processor("top_k", *both, num=9, variation=0.0).outcome == checks.FAILED
     assert checks.judge_processor("top_k", *both, num=9, variation=0.1).outcome == checks.UNKNOWN
     unknown = checks.judge_processor("top_k", *both, num=9, variation=None)
     assert unknown.outcome == checks.UNKNOWN
     assert "or rounding, which log-probabilities or task.tolerance= would tell" in unknown.said
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_rounded_setting_is_found_or_could_have_been_missed(seed: int) -> None:
+    """Laws of temperatures 0.25 and 0.3; so many tokens miss the fault with probability 0.0001."""
+    draw = random.Random(seed)
+    asked, rounded = (
+        [one ** (1 / value) / sum(other ** (1 / value) for other in TARGET) for one in TARGET] for value in (0.25, 0.3)
+    )
+    found = []
+    for law, num in ((rounded, 6000), (asked, 6000), (asked, 200)):
+        ids = draw.choices(range(4), law, k=num)
+        faulty = {"ignored": log_probs(TARGET, ids), "rounded to 0.3": log_probs(rounded, ids)}
+        found.append(checks.judge_processor("temperature", log_probs(asked, ids), faulty, num=11, variation=0.0))
+    assert [one.outcome for one in found] == [checks.FAILED, checks.HELD, checks.HELD]
+    assert found[0].said.startswith("temperature is rounded to 0.3")
+    assert "missed" not in found[1].said
+    assert found[2].said.endswith("could have missed: temperature rounded to 0.3")
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_token_that_comes_too_seldom_or_too_often_is_found(seed: int) -> None:
+    """A true server fails with probability 0.00002."""
+    draw, expected = random.Random(seed), {token: 300 * one for token, one in enumerate(TARGET)}
+
+    def judged(law: Sequence[float], *, variation: float | None = 0.0) -> checks.Finding:
+        came = Counter(draw.choices(range(4), law, k=300))
+        return checks.judge_tokens(came, expected, vocab_size=512, variation=variation)
+
+    true = judged(TARGET)
+    assert true.outcome == checks.HELD
+    assert "if it was expected 18 times (4 of 512 were); could have missed: one that was expected less" in true.said
+    banned = judged((0.5, 0.3, 0.2, 0.0))
+    assert banned == ("tokens", checks.FAILED, banned.said)
+    assert banned.said.startswith("token 3 came 0 times for 30.0 expected")
+    assert judged((0.1, 0.2, 0.3, 0.4)).outcome == checks.FAILED, "one four times as often"
+    assert judged((0.5, 0.3, 0.2, 0.0), variation=None).outcome == checks.HELD, "rounding could have"
+    few = checks.judge_tokens(Counter({0: 1}), {0: 1.0, 5: 11.0}, vocab_size=512, variation=0.0)
+    assert few.outcome == checks.HELD
+    assert "(0 of 512 were)" in few.said
+
+
+def test_a_stop_ends_a_text_where_it_stands_and_neither_before_nor_after() -> None:
+    decode: Callable[[Sequence[int]], str] = lambda ids: "".join("abcd"[token] for token in ids)  # noqa: E731
+    whole = answer("abcdab", ids=(0, 1, 2, 3, 0, 1))
+
+    def judged(text: str, ids: Sequence[int] | None, *, num: int = 8) -> tuple[str, str]:
+        stopped = Answered(text, None if ids is None else tuple(ids), "stop", [], None)
+        true = Answered("ab", (0, 1, 2, 3), "stop", [], None)
+        found = checks.judge_stops([("cd", one, whole) for one in [stopped] * num + [true] * (8 - num)], decode)
+        return found.outcome, found.said
+
+    for text, ids in [("ab", [0, 1, 2, 3]), ("ab", None), ("ab", [0, 1]), ("bb", [1, 1, 2, 3])]:
+        assert judged(text, ids)[0] == checks.HELD
+    for text, late in [("ab", [0, 1, 2, 3, 0]), ("a", None), ("aba", None), ("", [])]:
+        assert judged(text, late) == (checks.FAILED, "8 of 8 texts end before their stop, or after one token more")
+        assert judged(text, late, num=4)[0] == checks.HELD, "rounding may let some go another way"
+    assert judged("abcda", None)[1].startswith("8 of 8 texts go on after a stop")
+
+
+def test_two_seeds_with_one_improbable_text_are_a_fault() -> None:
+    """Two texts of 100 are one with probability 0.00002, if each has exp(-40)."""
+    texts = [(((1,), (number,)), -60.0) for number in range(100)]
+    pairs = [(answer(ids=(1,)), answer(ids=(1,)))]
+    assert checks.judge_seeds(pairs, texts).outcome == checks.HELD
+    failed = checks.judge_seeds(pairs, [*texts, texts[0]])
+    assert failed.outcome == checks.FAILED
+    assert failed.said.endswith("the same alone as among others; 2 texts are those of other seeds too")
+    probable = [*texts, *[(((1,), (7, 7)), -5.0)] * 2]
+    assert checks.judge_seeds(pairs, probable).outcome == checks.HELD
+    assert "one text for two seeds, among 2 of 102 texts" in checks.judge_seeds(pairs, probable).said
+    other = [(answer(ids=(1,)), answer(ids=(2,)))]
+    assert checks.judge_seeds(other, texts).outcome == checks.NOTED
 
 
 def places(slope: float, *, noise: float) -> list[tuple[Scored, TokenLogprob]]:

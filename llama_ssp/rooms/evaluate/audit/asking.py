@@ -16,13 +16,17 @@ from llama_ssp.rooms.evaluate.audit.client import Ask, Bounds, Client, RefusedEr
 from llama_ssp.rooms.evaluate.audit.records import (
     BIASES,
     END,
+    FIRST,
     GREEDY,
     LAW,
     MIN_TOKENS,
     PROCESSORS,
+    ROUNDED,
     SEEDS,
     STOPS,
     SWAPPED,
+    TEMPERATURE,
+    TOKENS,
     checks_of,
     settings_of,
 )
@@ -32,10 +36,14 @@ from llama_ssp.run.session import Session
 from llama_ssp.settings.schema import SamplingConfig
 from llama_ssp.untyped import Parsed
 
-BASELINE, ANSWERS = "baseline", "answers.jsonl"
+BASELINE, OTHER_SEEDS, ANSWERS = "baseline", "other seeds", "answers.jsonl"
 NUM_SCORED, NUM_REPEATED, NUM_STOPPED = 64, 4, 8
 """Texts with log-probabilities, texts that are asked for again, and texts with a stop."""
+_BITS = (1, 1 << 8, 1 << 16, 1 << 24, 1 << 30, (1 << 30) + 1)
+"""By which seeds of one prompt differ: a server that drops the first or last bits of a seed gives one text twice."""
 PROCESSED_TOKENS, NUM_PROCESSED, _NUM_BIASED, _ENDING = 16, 32, 100, 100.0
+_OF_TEMPERATURE = 0.2
+"""Of the tokens of the law, as many more show a temperature that is rounded."""
 MOST_END, MOST_READ = 200, 400_000
 """Texts at the end of the context, and tokens that the server reads for them."""
 _OF_BODY: dict[str, Any] = {
@@ -100,16 +108,24 @@ def fields_of(sampling: SamplingConfig) -> dict[str, Any]:
     return {"temperature": sampling.temperature, **found}
 
 
-def processors(session: Session, requests: Sequence[PromptRequest]) -> dict[str, tuple[SamplingConfig, SamplingConfig]]:
-    """Settings with one checked setting each, strong enough to show in a few hundred tokens, and without it."""
+Settings = tuple[SamplingConfig, dict[str, SamplingConfig]]
+
+
+def processors(session: Session, requests: Sequence[PromptRequest]) -> dict[str, Settings]:
+    """Settings with one checked setting each, strong enough to show in a few hundred tokens, and faulty ones by words.
+
+    The first fault is that the setting is ignored.
+    """
     base, eos_ids = plain(session.config.sampling), session.models.eos_ids
     found = {name: with_value(base, name, value) for name, value in PROCESSORS.items()}
     biased = sorted({token for request in requests for token in request.prompt_ids} - {*eos_ids})
     found[BIASES] = replace(base, logit_bias=dict.fromkeys(biased[:_NUM_BIASED], 3.0))
-    both = {name: (sampling, base) for name, sampling in found.items()}
+    both: dict[str, Settings] = {name: (sampling, {"ignored": base}) for name, sampling in found.items()}
+    both[TEMPERATURE][1].update({f"rounded to {value}": with_value(base, TEMPERATURE, value) for value in ROUNDED})
     if eos_ids:  # a bias ends texts at once, but for the least number of tokens
         ending = replace(base, logit_bias=dict.fromkeys(eos_ids, _ENDING))
-        both[MIN_TOKENS] = (replace(ending, min_new_tokens=PROCESSED_TOKENS, eos_ids=tuple(eos_ids)), ending)
+        asked = replace(ending, min_new_tokens=PROCESSED_TOKENS, eos_ids=tuple(eos_ids))
+        both[MIN_TOKENS] = (asked, {"ignored": ending})
     return both
 
 
@@ -144,7 +160,7 @@ class Asker:
         """The texts whose law is judged."""
         config, num = self._config, self._config.max_new_tokens
         num_texts = math.ceil(self._task.tokens / num)
-        if not {LAW, SWAPPED} & {*self._checks}:  # how the server rounds is all that is asked
+        if not {LAW, FIRST, TOKENS, SWAPPED} & {*self._checks}:  # how the server rounds is all that is asked
             num_texts = min(num_texts, NUM_SCORED)
         return self._asks(check, config.sampling, num=num, num_texts=num_texts, num_scored=NUM_SCORED, seed=seed)
 
@@ -153,9 +169,19 @@ class Asker:
         greedy, found = replace(plain(self._config.sampling), temperature=0.0), list[Ask]()
         if GREEDY in self._checks:
             found = self._asks(GREEDY, greedy, num=self._config.max_new_tokens, num_texts=len(self._requests))
+        if SEEDS in self._checks:
+            asked = self._asks(
+                OTHER_SEEDS, self._config.sampling, num=self._config.max_new_tokens, num_texts=len(_BITS),
+                requests=self._requests[:1],
+            )  # fmt: skip
+            own = self._config.seed % (1 << 31)
+            found += [Ask(key, body | {"seed": own ^ bit}) for (key, body), bit in zip(asked, _BITS, strict=True)]
         for name, (sampling, _) in processors(self._session, self._requests).items():
-            if name in self._checks:
+            if name in self._checks and name != TEMPERATURE:
                 found += self._asks(name, sampling, num=PROCESSED_TOKENS, num_texts=NUM_PROCESSED)
+            elif name in self._checks:
+                num_texts = math.ceil(_OF_TEMPERATURE * self._task.tokens / self._config.max_new_tokens)
+                found += self._asks(name, sampling, num=self._config.max_new_tokens, num_texts=num_texts)
         return found + (self._at_the_end() if END in self._checks else [])
 
     def _at_the_end(self) -> list[Ask]:

@@ -12,7 +12,7 @@ probability alpha at most. The same with p and r exchanged shows that a processo
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from statistics import median
 from typing import NamedTuple
@@ -20,15 +20,16 @@ from typing import NamedTuple
 from llama_ssp.errors import ConfigError
 from llama_ssp.log_probs import TokenLogprob
 from llama_ssp.rooms.evaluate import statistics
-from llama_ssp.rooms.evaluate.audit.records import GREEDY, LOG_PROBS, SEEDS, STOPS, SWAPPED
+from llama_ssp.rooms.evaluate.audit.records import GREEDY, LOG_PROBS, SEEDS, STOPS, SWAPPED, TOKENS
 from llama_ssp.rooms.evaluate.audit.texts import Answered, Scored
 from llama_ssp.rooms.evaluate.martingales import SCORES, Sum, moves, powers
 from llama_ssp.rooms.evaluate.suites.distribution import FALSE_ALARM_RATE, LEAST_POWER, NUM_SWAPS, PLACES
 
 HELD, FAILED, UNKNOWN, NOTED = "held", "failed", "could not judge", "noted"
 OF_LAW, OF_END = FALSE_ALARM_RATE / 2 / len(SCORES), FALSE_ALARM_RATE / 4 / len(SCORES)
-OF_SWAPS, OF_PROCESSORS = FALSE_ALARM_RATE / 16, FALSE_ALARM_RATE / 8
-"""Shares of the rate of false alarms: of each sum, of the swap test, and of all processors."""
+OF_FIRST = FALSE_ALARM_RATE / 32 / len(SCORES)
+OF_SWAPS, OF_PROCESSORS, OF_TOKENS, OF_SEEDS = (FALSE_ALARM_RATE / share for share in (16, 8, 64, 64))
+"""Shares of the rate of false alarms: of each sum, of the swap test, of all processors, tokens and pairs of seeds."""
 MOST_ROUNDING = 0.1
 """Total variation that no number format explains."""
 _OTHER_MODEL = 1.0
@@ -38,6 +39,8 @@ _OF_OTHER, _OF_OTHER_ROUNDED, _SAME, _MOST_EXPONENT = 0.02, 0.5, 1e-4, 500.0
 _COOLER, _MOST_FAR = 0.1, 0.01
 """A temperature that is x 0.9, and the share of places where rounding may be larger than MOST_ROUNDING."""
 _MOST_SLOPE, _LEAST_ALIKE, _NUM_ERRORS, _LEAST_PLACES = 0.02, 0.95, 5.0, 50
+_FACTORS, _MOST_SPREAD = (0.0, 0.5, 2.0), 2.0
+"""How many times as often as expected a token comes, and the most that rounding explains."""
 _STEPS = 40
 _END = -1
 
@@ -125,11 +128,12 @@ def require_target(log_probs: Sequence[float], expected: float) -> None:
 
 
 def judge_processor(
-    name: str, asked: Sequence[float], without: Sequence[float], *, num: int, variation: float | None
+    name: str, asked: Sequence[float], faulty: Mapping[str, Sequence[float]], *, num: int, variation: float | None
 ) -> Finding:
-    """Judge a processor by log-probabilities of tokens, under the law that was asked for and under the one without.
+    """Judge a processor by log-probabilities of tokens, under the law that was asked for and under faulty ones.
 
-    `variation` is that of rounding, None if not known.
+    They have a name, and in the first the processor is ignored; `num` is how many processors and other faults are
+    judged. `variation` is that of rounding, None if not known.
     """
     most = MOST_ROUNDING if variation is None else variation
     share = _OF_OTHER if most < _SAME else _OF_OTHER_ROUNDED
@@ -140,16 +144,45 @@ def judge_processor(
             for own, other in zip(of, against, strict=True)
         )
 
-    of_others, of_asked = product(without, asked), product(asked, without)
     needed = math.log(num / OF_PROCESSORS) + len(asked) * math.log1p(most / share)
-    factors = f"over {len(asked)} tokens the evidence for it is exp({of_asked:.0f}), against it exp({of_others:.0f})"
-    if of_others >= needed:
-        return Finding(name, FAILED, f"{name} is ignored: {factors}")
+    found = {fault: (product(law, asked), product(asked, law)) for fault, law in faulty.items()}
+    fault = max(found, key=lambda one: found[one][0])
+    fault = fault if found[fault][0] >= needed else next(iter(found))
+    of_fault, of_asked = found[fault]
+    factors = f"over {len(asked)} tokens the evidence for it is exp({of_asked:.0f}), against it exp({of_fault:.0f})"
+    if of_fault >= needed:
+        return Finding(name, FAILED, f"{name} is {fault}: {factors}")
     if of_asked >= needed:
-        return Finding(name, HELD, factors)
+        missed = [fault for fault, (_, against) in found.items() if against < needed]
+        return Finding(name, HELD, factors + (f"; could have missed: {name} {', '.join(missed)}" if missed else ""))
     said = f"{factors}: too few tokens, or another {name} than was asked for"
     said += ", or rounding, which log-probabilities or task.tolerance= would tell" if variation is None else ""
     return Finding(name, UNKNOWN, said)
+
+
+def judge_tokens(
+    came: Mapping[int, int], expected: Mapping[int, float], *, vocab_size: int, variation: float | None
+) -> Finding:
+    """Judge how often each token came in all places, by products of f^(it came) exp((1 - f) p) for some f.
+
+    With p its probability at each place, these have expectation 1 at most too; f = 0 shows a token that never comes.
+    `variation` is that of rounding, None if not known.
+    """
+    spread = 1.0 if variation is not None and variation < _SAME else _MOST_SPREAD
+    needed = math.log(len(_FACTORS) * vocab_size / OF_TOKENS)
+
+    def evidence(token: int, factor: float) -> float:
+        num, mean = came.get(token, 0), expected[token] * (spread if factor > 1 else 1 / spread)
+        return (1 - factor) * mean + (num * math.log(factor) if factor else -math.inf if num else 0.0)
+
+    most, token = max(((evidence(token, factor), token) for token in expected for factor in _FACTORS), default=(0.0, 0))
+    if most >= needed:
+        said = f"token {token} came {came.get(token, 0)} times for {expected[token]:.1f} expected: exp({most:.0f})"
+        return Finding(TOKENS, FAILED, f"{said} is the evidence against the law, and exp({needed:.0f}) decides")
+    least = needed * spread
+    said = f"a token that never comes, if it was expected {least:.0f} times"
+    said += f" ({sum(one >= least for one in expected.values())} of {vocab_size} were)"
+    return Finding(TOKENS, HELD, f"would have found: {said}; could have missed: one that was expected less often")
 
 
 def judge_log_probs(pairs: Sequence[tuple[Scored, TokenLogprob]]) -> tuple[Finding, float | None]:
@@ -214,20 +247,44 @@ def judge_greedy(gaps: Sequence[Sequence[float]], *, near_tie: float, is_known: 
     return Finding(GREEDY, HELD if not others else FAILED if is_known else UNKNOWN, said)
 
 
-def judge_stops(texts: Sequence[tuple[str, Answered]]) -> Finding:
-    """Judge texts that were to stop at a string, which they do not have."""
-    wrong = [stop for stop, answer in texts if stop in answer.text]
-    ended = sum(answer.finish == "stop" for _, answer in texts)
+def judge_stops(texts: Sequence[tuple[str, Answered, Answered]], decode: Callable[[Sequence[int]], str]) -> Finding:
+    """Judge texts that were to stop at a string, by the texts of the same seeds without a stop.
+
+    Rounding may let a text go another way, by chance to an earlier stop: more than half have to end elsewhere.
+    """
+    wrong = [stop for stop, answer, _ in texts if stop in answer.text]
+    ended = [one for one in texts if one[1].finish == "stop"]
     if wrong:
         return Finding(STOPS, FAILED, f"{len(wrong)} of {len(texts)} texts go on after a stop, such as {wrong[0]!r}")
-    said = f"{ended} of {len(texts)} texts end at their stop, and none goes on"
+    off = sum(_ends_elsewhere(*one, decode) for one in ended)
+    if 2 * off > len(ended):
+        return Finding(STOPS, FAILED, f"{off} of {len(texts)} texts end before their stop, or after one token more")
+    said = f"{len(ended)} of {len(texts)} texts end at their stop, and none goes on"
     return Finding(STOPS, HELD if ended else UNKNOWN, said)
 
 
-def judge_seeds(pairs: Sequence[tuple[Answered, Answered]]) -> Finding:
-    """Compare texts of one seed, under load and alone; rounding that depends on the batch may change them."""
+def _ends_elsewhere(stop: str, answer: Answered, whole: Answered, decode: Callable[[Sequence[int]], str]) -> bool:
+    text, ids = whole.text.partition(stop)[0], answer.ids or ()
+    if answer.text != text:
+        return text.startswith(answer.text) or answer.text.startswith(text)
+    return ids == (whole.ids or ())[: len(ids)] and stop in decode(ids[:-1])
+
+
+def judge_seeds(
+    pairs: Sequence[tuple[Answered, Answered]], texts: Sequence[tuple[tuple[Sequence[int], Sequence[int]], float]]
+) -> Finding:
+    """Compare texts of one seed, under load and alone; rounding that depends on the batch may change them.
+
+    `texts`, of seeds that all differ, are a prompt, a text and its log-probability. Two of one prompt are the same text
+    of a log-probability below log(alpha / pairs) with probability alpha at most; rounding may double it.
+    """
     same = sum(first.ids == second.ids and first.text == second.text for first, second in pairs)
     said = f"{same} of {len(pairs)} texts of a seed are the same alone as among others"
+    least = 2 * math.log(OF_SEEDS / max(math.comb(len(texts), 2), 1))
+    num, rare = Counter(text for text, _ in texts), [text for text, log_prob in texts if log_prob < least]
+    if twice := sum(num[text] > 1 for text in rare):
+        return Finding(SEEDS, FAILED, f"{said}; {twice} texts are those of other seeds too")
+    said += f"; could have missed: one text for two seeds, among {len(texts) - len(rare)} of {len(texts)} texts"
     return Finding(SEEDS, HELD if same == len(pairs) > 0 else NOTED, said)
 
 

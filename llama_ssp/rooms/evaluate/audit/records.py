@@ -15,16 +15,18 @@ from llama_ssp.settings.tasks import NoEffect, TaskSpec
 
 KEY = "LLAMA_SSP_AUDIT_KEY"
 """Environment variable with the key that the servers want."""
-LAW, LOG_PROBS, GREEDY, END, STOPS, SEEDS, SWAPPED = (
-    "law", "log-probabilities", "greedy", "end of the context", "stops", "seeds", "swaps",
+LAW, FIRST, TOKENS, LOG_PROBS, GREEDY, END, STOPS, SEEDS, SWAPPED = (
+    "law", "first tokens", "tokens", "log-probabilities", "greedy", "end of the context", "stops", "seeds", "swaps",
 )  # fmt: skip
+TEMPERATURE, ROUNDED = "temperature", (0.2, 0.3)
+"""Of the setting below, what it is if a server rounds it to one decimal."""
 PROCESSORS = {
-    "temperature": 0.5, "top_k": 3, "top_p": 0.5, "min_p": 0.2, "repetition_penalty": 2.0, "frequency_penalty": 2.0,
+    TEMPERATURE: 0.25, "top_k": 3, "top_p": 0.5, "min_p": 0.2, "repetition_penalty": 2.0, "frequency_penalty": 2.0,
     "presence_penalty": 2.0,
 }  # fmt: skip
 """Settings that are asked for one at a time, besides biases and the end of a text."""
 BIASES, MIN_TOKENS = "logit_bias", "min_tokens"
-CHECKS = (LAW, LOG_PROBS, GREEDY, *PROCESSORS, BIASES, MIN_TOKENS, END, STOPS, SEEDS, SWAPPED)
+CHECKS = (LAW, FIRST, TOKENS, LOG_PROBS, GREEDY, *PROCESSORS, BIASES, MIN_TOKENS, END, STOPS, SEEDS, SWAPPED)
 """Names of checks, in their order in reports."""
 _UNREAD = (
     "num_samples", "ignore_eos", "stop_strings", "logprobs", "prompt_logprobs", "chat", "speculation.tree",

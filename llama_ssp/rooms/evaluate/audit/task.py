@@ -5,27 +5,39 @@ audit without it: any check) that could not be judged, or what held.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import groupby
 from typing import Any
 
+from llama_ssp.continuation import decode_after
 from llama_ssp.errors import ConfigError, InterruptedRun, SspError
 from llama_ssp.log_probs import TokenLogprob
 from llama_ssp.ranks.failures import from_rank_0, raise_on_all_ranks
 from llama_ssp.reports.records import Evaluation, Measure
 from llama_ssp.rooms.evaluate.audit import checks
-from llama_ssp.rooms.evaluate.audit.asking import BASELINE, NUM_SCORED, Gathered, gather, plain, processors
+from llama_ssp.rooms.evaluate.audit.asking import (
+    BASELINE,
+    NUM_SCORED,
+    OTHER_SEEDS,
+    Gathered,
+    gather,
+    plain,
+    processors,
+)
 from llama_ssp.rooms.evaluate.audit.checks import FAILED, HELD, UNKNOWN, Finding
 from llama_ssp.rooms.evaluate.audit.records import (
     END,
+    FIRST,
     GREEDY,
     LAW,
     LOG_PROBS,
     SEEDS,
     STOPS,
     SWAPPED,
+    TOKENS,
     checks_of,
     settings_of,
 )
@@ -40,6 +52,8 @@ from llama_ssp.run.session import Session
 from llama_ssp.settings.schema import SamplingConfig
 from llama_ssp.untyped import Parsed
 
+_FIRST_OF_BASELINE = "first tokens of the baseline"
+_FIRST_OF = {FIRST: LAW, _FIRST_OF_BASELINE: BASELINE}
 _MOST_AMBIGUOUS = 0.01
 _LEAST_EQUAL = 20
 _PATIENCE_S = 600.0
@@ -87,6 +101,10 @@ def _read(record: Mapping[str, Any]) -> Gathered:
     return replace(found, answers=answers, prompts={key: tuple(ids) for key, ids in found.prompts.items()})
 
 
+def _num_used(texts: Sequence[SampledText]) -> int:
+    return sum(len(text.roles) - text.roles.count(Role.unused) for text in texts)
+
+
 class _Judge:
     """Scores the texts of a server, the same on every rank, and judges them."""
 
@@ -95,15 +113,17 @@ class _Judge:
         self._shown: float | None = None
         self._session, self._found, self._config = session, found, session.config
         self._longest, self._scores = session.config.most_draft_tokens, dict[str, list[TextScore]]()
+        self._expected = dict[int, float]()
 
     def all(self) -> list[Finding]:
         """The findings of the checks; raises ConfigError for a server that cannot be audited."""
         self._require_samples()
         of_log_probs, self._shown = self._log_probs()
         self._require_target()
-        makers = {
-            LAW: self._law, LOG_PROBS: lambda: of_log_probs, GREEDY: self._greedy, END: self._end, STOPS: self._stops,
-            SEEDS: self._seeds, SWAPPED: self._swaps,
+        makers: dict[str, Callable[[], Finding]] = {
+            LAW: partial(self._law, LAW, checks.OF_LAW), FIRST: partial(self._law, FIRST, checks.OF_FIRST),
+            TOKENS: self._tokens, LOG_PROBS: lambda: of_log_probs, GREEDY: self._greedy, END: self._end,
+            STOPS: self._stops, SEEDS: self._seeds, SWAPPED: self._swaps,
         }  # fmt: skip
         return [makers.get(name, partial(self._processor, name))() for name in checks_of(self._config)]
 
@@ -135,7 +155,7 @@ class _Judge:
             )
 
     def _require_target(self) -> None:
-        scores = self._scores[LAW] = self._score(LAW)
+        scores = self._scores[LAW] = self._score(self._texts(LAW), expected=self._expected)
         log_probs = [value for one in scores for value in one.log_probs]
         checks.require_target(log_probs, sum(one.expected for one in scores))
 
@@ -148,9 +168,12 @@ class _Judge:
                 roles=(Role.unused, *[Role.hidden] * (len(answer.ids) - 1)),
                 stated=tuple(scored.top for scored in answer.scored),
             )
-            for prompt, answer in self._found.of(check)
+            for prompt, answer in self._found.of(_FIRST_OF.get(check, check))
             if answer.ids
         ]
+        if check in _FIRST_OF:
+            one: dict[str, Any] = {"roles": (Role.other,)}
+            known = [replace(text, token_ids=text.token_ids[:1], stated=text.stated[:1], **one) for text in known]
         return sorted(known, key=lambda text: (text.prompt_ids, -len(text.token_ids)))
 
     def _rounds(self) -> Rounds:
@@ -158,14 +181,16 @@ class _Judge:
             return Rounds(rule=CERTAIN, num_known=0, longest=self._longest)
         return replace(ANY_ROUNDS, longest=self._longest)
 
-    def _score(self, check: str, sampling: SamplingConfig | None = None, *, sums: bool = True) -> list[TextScore]:
-        texts = self._texts(check)
-        texts = texts if sums else [replace(text, roles=(), stated=()) for text in texts]
-        return score(self._session, texts, rounds=self._rounds(), sampling=sampling)
+    def _score(self, texts: Sequence[SampledText], **how: Any) -> list[TextScore]:
+        return score(self._session, texts, rounds=self._rounds(), **how)
+
+    def _unjudged(self, check: str, sampling: SamplingConfig | None = None) -> list[TextScore]:
+        """The scores of texts without sums."""
+        return self._score([replace(text, roles=(), stated=()) for text in self._texts(check)], sampling=sampling)
 
     def _sums(self, check: str) -> dict[str, Sum]:
         if check not in self._scores:
-            self._scores[check] = self._score(check)
+            self._scores[check] = self._score(self._texts(check))
         return sums_of([one.sums for one in self._scores[check] if one.sums])
 
     def _rounding(self, texts: Sequence[SampledText], scores: Sequence[TextScore]) -> dict[str, float] | None:
@@ -178,30 +203,38 @@ class _Judge:
         cooling = min(self._config.sampling.temperature, 1.0)
         return None if most is None else checks.tolerated(sums_of(found), most / cooling)
 
-    def _law(self) -> Finding:
+    def _law(self, check: str, least_p: float) -> Finding:
+        """Judge the first tokens of texts, or the tokens after them."""
         of_law = self._found.of(LAW)
         hidden = sum(one.ids is None for _, one in of_law)
         if hidden > _MOST_AMBIGUOUS * len(of_law):
             return Finding(
-                LAW,
+                check,
                 UNKNOWN,
                 f"cannot judge texts whose encoding is ambiguous, {hidden} of {len(of_law)}: the server gives neither "
                 "token ids (return_token_ids) nor log-probabilities with the bytes of tokens",
             )
-        sums = self._sums(LAW)
-        num_tokens = sum(len(one.log_probs) for one in self._scores[LAW])
-        rounding = self._rounding(self._texts(LAW), self._scores[LAW])
-        if others := self._texts(BASELINE):
-            of_others = self._sums(BASELINE)
-            factor = num_tokens / max(sum(len(text.token_ids) for text in others), 1)
-            sums, rounding = checks.between(sums, of_others, factor=factor), {}
-        found = checks.judge_sums(LAW, sums, rounding, least_p=checks.OF_LAW)
-        lacks = (
-            "" if self._session.models.drafts else "; without draft= the scores that compare with a draft are missing"
-        )
+        sums, texts = self._sums(check), self._texts(check)
+        num_tokens = _num_used(texts)
+        rounding = self._rounding(texts, self._scores[check])
+        if others := self._texts(baseline := BASELINE if check == LAW else _FIRST_OF_BASELINE):
+            factor = num_tokens / max(_num_used(others), 1)
+            sums, rounding = checks.between(sums, self._sums(baseline), factor=factor), {}
+        found = checks.judge_sums(check, sums, rounding, least_p=least_p)
+        has_lack = check == LAW and not self._session.models.drafts
+        lacks = "; without draft= the scores that compare with a draft are missing" if has_lack else ""
         moved = [most / math.sqrt(max(sums[name].variance, 1.0)) for name, most in (rounding or {}).items()]
         beside = f"; rounding moves a sum by {max(moved):.2g} standard errors at most" if moved else ""
-        return found._replace(said=f"{num_tokens} tokens of {len(of_law)} texts: {found.said}{beside}{lacks}")
+        which = f"{num_tokens} tokens after the first" if check == LAW else "the first tokens"
+        return found._replace(said=f"{which} of {len(of_law)} texts: {found.said}{beside}{lacks}")
+
+    def _tokens(self) -> Finding:
+        of_law = self._texts(LAW)
+        came, eos_ids = Counter(token for text in of_law for token in text.token_ids), self._session.models.eos_ids
+        # Which token has ended a text, not all servers say.
+        expected = {token: mean for token, mean in self._expected.items() if token not in eos_ids}
+        vocab_size = self._session.models.target.vocab_size
+        return checks.judge_tokens(came, expected, vocab_size=vocab_size, variation=self._variation)
 
     def _known(self, check: str, num_top: int) -> list[tuple[Answered, list[TokenLogprob]]]:
         """Answers of a check with the target's own log-probabilities of their tokens."""
@@ -232,11 +265,15 @@ class _Judge:
             return Finding(name, UNKNOWN, f"the server refuses it: {refusal}")
         if name not in self._processors:
             return Finding(name, UNKNOWN, "the model has no token that ends a text")
-        of_asked, without = (
-            [value for one in self._score(name, law, sums=False) for value in one.log_probs]
-            for law in self._processors[name]
-        )
-        return checks.judge_processor(name, of_asked, without, num=len(self._processors), variation=self._variation)
+        asked, faulty = self._processors[name]
+
+        def log_probs(law: SamplingConfig) -> list[float]:
+            return [value for one in self._unjudged(name, law) for value in one.log_probs]
+
+        num = sum(len(others) for _, others in self._processors.values())
+        of_faults = {fault: log_probs(law) for fault, law in faulty.items()}
+        variation = None if self._variation is None else self._variation / min(asked.temperature, 1.0)
+        return checks.judge_processor(name, log_probs(asked), of_faults, num=num, variation=variation)
 
     def _end(self) -> Finding:
         if not self._texts(END):
@@ -250,7 +287,7 @@ class _Judge:
         longest = max(len(text.token_ids) for text in texts)
         last = (*[Role.unused] * (longest - 1), Role.hidden)
         whole = [replace(text, roles=last) for text in texts if len(text.token_ids) == longest > 1]
-        scores = score(self._session, whole, rounds=self._rounds())
+        scores = self._score(whole)
         of_last = checks.judge_sums(
             END, sums_of([one.sums for one in scores if one.sums]), self._rounding(whole, scores),
             least_p=checks.OF_END / 2,
@@ -260,10 +297,13 @@ class _Judge:
     def _stops(self) -> Finding:
         if refusal := self._found.refusal(STOPS):
             return Finding(STOPS, UNKNOWN, f"the server refuses it: {refusal}")
-        found = self._found.of(STOPS)
-        keys = [key for key in self._found.prompts if key.startswith(f"{STOPS}/")]
-        stops = [self._found.stops[key] for key in keys if isinstance(self._found.answers.get(key), Answered)]
-        return checks.judge_stops([*zip(stops, (one for _, one in found), strict=True)])
+        texts = [
+            (stop, stopped, whole)
+            for key, stop in self._found.stops.items()
+            if isinstance(stopped := self._found.answers.get(key), Answered)
+            and isinstance(whole := self._found.answers.get(f"{LAW}/{key.rpartition('/')[2]}"), Answered)
+        ]
+        return checks.judge_stops(texts, lambda ids: decode_after(self._session.models.tokenizer, (), ids))
 
     def _seeds(self) -> Finding:
         pairs = [
@@ -272,7 +312,9 @@ class _Judge:
             if isinstance(first := self._found.answers.get(f"{LAW}/{number}"), Answered)
             and isinstance(again := self._found.answers.get(f"{SEEDS}/{number}"), Answered)
         ]
-        return checks.judge_seeds(pairs)
+        texts, scores = self._texts(LAW) + self._texts(OTHER_SEEDS), self._scores[LAW] + self._unjudged(OTHER_SEEDS)
+        both = zip(texts, scores, strict=True)
+        return checks.judge_seeds(pairs, [((one.prompt_ids, one.token_ids), sum(of.log_probs)) for one, of in both])
 
     def _swaps(self) -> Finding:
         first, second = self._found.of(LAW), self._found.of(BASELINE)
