@@ -303,7 +303,7 @@ def test_a_server_that_cannot_be_judged_gets_a_sentence(
 def test_some_checks_alone_ask_for_no_more_and_decide_by_themselves(
     server: Server, audit: Audit, tmp_path: Path
 ) -> None:
-    """Nine texts tell how a server rounds, six have other seeds, four are asked for again, eight have a stop.
+    """Nine texts tell how a server rounds, seven have other seeds, four are asked for again, eight have a stop.
 
     One request finds the fields that the server takes.
     """
@@ -311,7 +311,7 @@ def test_some_checks_alone_ask_for_no_more_and_decide_by_themselves(
     with proxy(server) as (url, asked):
         audit(url, tmp_path / "true", *alone).well()
     assert list(outcomes(tmp_path / "true")) == ["stops", "seeds"]
-    assert len(asked) == 1 + 9 + 6 + 4 + 8
+    assert len(asked) == 1 + 9 + 7 + 4 + 8
     with proxy(server, lambda body, ask: proxies.texts_alone(body | {"stop": None}, ask)) as (url, _):
         assert audit(url, tmp_path / "without stops", "task.checks=[greedy,stops]", "tokens=200").code == 1
     with proxy(server, proxies.texts_alone) as (url, _):

@@ -39,7 +39,7 @@ from llama_ssp.untyped import Parsed
 BASELINE, OTHER_SEEDS, ANSWERS = "baseline", "other seeds", "answers.jsonl"
 NUM_SCORED, NUM_REPEATED, NUM_STOPPED = 64, 4, 8
 """Texts with log-probabilities, texts that are asked for again, and texts with a stop."""
-_BITS = (1, 1 << 8, 1 << 16, 1 << 24, 1 << 30, (1 << 30) + 1)
+_BITS = (0, 1, 1 << 8, 1 << 16, 1 << 24, 1 << 30, (1 << 30) + 1)
 """By which seeds of one prompt differ: a server that drops the first or last bits of a seed gives one text twice."""
 PROCESSED_TOKENS, NUM_PROCESSED, _NUM_BIASED, _ENDING = 16, 32, 100, 100.0
 _OF_TEMPERATURE = 0.2

@@ -12,7 +12,7 @@ probability alpha at most. The same with p and r exchanged shows that a processo
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from statistics import median
 from typing import NamedTuple
@@ -270,12 +270,10 @@ def _ends_elsewhere(stop: str, answer: Answered, whole: Answered, decode: Callab
     return ids == (whole.ids or ())[: len(ids)] and stop in decode(ids[:-1])
 
 
-def judge_seeds(
-    pairs: Sequence[tuple[Answered, Answered]], texts: Sequence[tuple[tuple[Sequence[int], Sequence[int]], float]]
-) -> Finding:
+def judge_seeds(pairs: Sequence[tuple[Answered, Answered]], texts: Sequence[tuple[Hashable, float]]) -> Finding:
     """Compare texts of one seed, under load and alone; rounding that depends on the batch may change them.
 
-    `texts`, of seeds that all differ, are a prompt, a text and its log-probability. Two of one prompt are the same text
+    `texts`, of seeds that all differ, have a log-probability, and are equal if their prompts are too. Two are one text
     of a log-probability below log(alpha / pairs) with probability alpha at most; rounding may double it.
     """
     same = sum(first.ids == second.ids and first.text == second.text for first, second in pairs)

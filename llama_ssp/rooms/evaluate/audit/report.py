@@ -17,10 +17,10 @@ from llama_ssp.words import visible
 _MOST_BEFORE = 60
 _MEANING = """\
 Texts of the server were scored with the target's own weights. For a score f of the next token, the sum of f(token)
-minus its mean under the target is 0 on average if the texts are the target's, whatever was drawn before; `law` and `end
-of the context` compare such sums, named after the fault that moves them most, with their standard errors. A setting is
-judged by likelihood ratios of the law with it and the law without it; exp(12) and more decide. A correct server fails
-with probability 0.001 at most.
+minus its mean under the target is 0 on average if the texts are the target's, whatever was drawn before; `law`, `first
+tokens` and `end of the context` compare such sums, named after the fault that moves them most, with their standard
+errors. A setting is judged by likelihood ratios of the law with it and the law without it; exp(12) and more decide. A
+correct server fails with probability 0.001 at most.
 """
 
 

@@ -17,16 +17,7 @@ from llama_ssp.errors import ConfigError, InterruptedRun, SspError
 from llama_ssp.log_probs import TokenLogprob
 from llama_ssp.ranks.failures import from_rank_0, raise_on_all_ranks
 from llama_ssp.reports.records import Evaluation, Measure
-from llama_ssp.rooms.evaluate.audit import checks
-from llama_ssp.rooms.evaluate.audit.asking import (
-    BASELINE,
-    NUM_SCORED,
-    OTHER_SEEDS,
-    Gathered,
-    gather,
-    plain,
-    processors,
-)
+from llama_ssp.rooms.evaluate.audit import asking, checks
 from llama_ssp.rooms.evaluate.audit.checks import FAILED, HELD, UNKNOWN, Finding
 from llama_ssp.rooms.evaluate.audit.records import (
     END,
@@ -53,7 +44,7 @@ from llama_ssp.settings.schema import SamplingConfig
 from llama_ssp.untyped import Parsed
 
 _FIRST_OF_BASELINE = "first tokens of the baseline"
-_FIRST_OF = {FIRST: LAW, _FIRST_OF_BASELINE: BASELINE}
+_FIRST_OF = {FIRST: LAW, _FIRST_OF_BASELINE: asking.BASELINE}
 _MOST_AMBIGUOUS = 0.01
 _LEAST_EQUAL = 20
 _PATIENCE_S = 600.0
@@ -63,7 +54,7 @@ def audit(session: Session, requests: list[PromptRequest]) -> None:
     """Audit a server; raises InterruptedRun on every rank if stopped, and SspError for what could not be judged."""
     comm, task = session.world.comm, settings_of(session.config)
     comm.set_timeout(60 * task.minutes + _PATIENCE_S)
-    found = _read(from_rank_0(comm, lambda: asdict(gather(session, requests))))
+    found = _read(from_rank_0(comm, lambda: asdict(asking.gather(session, requests))))
     comm.set_timeout(session.config.timeouts.decode_s)
     if found.stopped:
         raise InterruptedRun.in_folder(session.config.run_dir)
@@ -86,9 +77,9 @@ def audit(session: Session, requests: list[PromptRequest]) -> None:
     session.judge(Evaluation(suite="audit", passed=outcome == HELD, reason=sentence, measures=measures), has_gate=True)
 
 
-def _read(record: Mapping[str, Any]) -> Gathered:
+def _read(record: Mapping[str, Any]) -> asking.Gathered:
     """The same answers on every rank, as JSON has brought them."""
-    found = Gathered(**record)
+    found = asking.Gathered(**record)
 
     def answered(one: Parsed) -> Answered | str:
         if isinstance(one, str):
@@ -108,8 +99,8 @@ def _num_used(texts: Sequence[SampledText]) -> int:
 class _Judge:
     """Scores the texts of a server, the same on every rank, and judges them."""
 
-    def __init__(self, session: Session, requests: Sequence[PromptRequest], found: Gathered) -> None:
-        self._given, self._processors = settings_of(session.config).tolerance, processors(session, requests)
+    def __init__(self, session: Session, requests: Sequence[PromptRequest], found: asking.Gathered) -> None:
+        self._given, self._processors = settings_of(session.config).tolerance, asking.processors(session, requests)
         self._shown: float | None = None
         self._session, self._found, self._config = session, found, session.config
         self._longest, self._scores = session.config.most_draft_tokens, dict[str, list[TextScore]]()
@@ -208,16 +199,15 @@ class _Judge:
         of_law = self._found.of(LAW)
         hidden = sum(one.ids is None for _, one in of_law)
         if hidden > _MOST_AMBIGUOUS * len(of_law):
-            return Finding(
-                check,
-                UNKNOWN,
+            said = (
                 f"cannot judge texts whose encoding is ambiguous, {hidden} of {len(of_law)}: the server gives neither "
-                "token ids (return_token_ids) nor log-probabilities with the bytes of tokens",
             )
+            said += "token ids (return_token_ids) nor log-probabilities with the bytes of tokens"
+            return Finding(check, UNKNOWN, said)
         sums, texts = self._sums(check), self._texts(check)
         num_tokens = _num_used(texts)
         rounding = self._rounding(texts, self._scores[check])
-        if others := self._texts(baseline := BASELINE if check == LAW else _FIRST_OF_BASELINE):
+        if others := self._texts(baseline := asking.BASELINE if check == LAW else _FIRST_OF_BASELINE):
             factor = num_tokens / max(_num_used(others), 1)
             sums, rounding = checks.between(sums, self._sums(baseline), factor=factor), {}
         found = checks.judge_sums(check, sums, rounding, least_p=least_p)
@@ -238,8 +228,10 @@ class _Judge:
 
     def _known(self, check: str, num_top: int) -> list[tuple[Answered, list[TokenLogprob]]]:
         """Answers of a check with the target's own log-probabilities of their tokens."""
-        chosen = [(prompt, one) for prompt, one in self._found.of(check) if one.ids][:NUM_SCORED]
-        config = replace(self._config, sampling=plain(self._config.sampling), logprobs=num_top, prompt_logprobs=None)
+        chosen = [(prompt, one) for prompt, one in self._found.of(check) if one.ids][: asking.NUM_SCORED]
+        config = replace(
+            self._config, sampling=asking.plain(self._config.sampling), logprobs=num_top, prompt_logprobs=None
+        )
         texts = [(prompt, one.ids or ()) for prompt, one in chosen]
         of_place = dict(score_completions(self._session.models, config, texts))
         return [(one, of_place[place].logprobs or []) for place, (_, one) in enumerate(chosen)]
@@ -266,14 +258,13 @@ class _Judge:
         if name not in self._processors:
             return Finding(name, UNKNOWN, "the model has no token that ends a text")
         asked, faulty = self._processors[name]
-
-        def log_probs(law: SamplingConfig) -> list[float]:
-            return [value for one in self._unjudged(name, law) for value in one.log_probs]
-
+        of_asked, *of_faults = (
+            [value for one in self._unjudged(name, law) for value in one.log_probs] for law in (asked, *faulty.values())
+        )
         num = sum(len(others) for _, others in self._processors.values())
-        of_faults = {fault: log_probs(law) for fault, law in faulty.items()}
         variation = None if self._variation is None else self._variation / min(asked.temperature, 1.0)
-        return checks.judge_processor(name, log_probs(asked), of_faults, num=num, variation=variation)
+        named = dict(zip(faulty, of_faults, strict=True))
+        return checks.judge_processor(name, of_asked, named, num=num, variation=variation)
 
     def _end(self) -> Finding:
         if not self._texts(END):
@@ -308,16 +299,20 @@ class _Judge:
     def _seeds(self) -> Finding:
         pairs = [
             (first, again)
-            for number in range(NUM_SCORED)
+            for number in range(asking.NUM_SCORED)
             if isinstance(first := self._found.answers.get(f"{LAW}/{number}"), Answered)
             and isinstance(again := self._found.answers.get(f"{SEEDS}/{number}"), Answered)
         ]
-        texts, scores = self._texts(LAW) + self._texts(OTHER_SEEDS), self._scores[LAW] + self._unjudged(OTHER_SEEDS)
-        both = zip(texts, scores, strict=True)
-        return checks.judge_seeds(pairs, [((one.prompt_ids, one.token_ids), sum(of.log_probs)) for one, of in both])
+        scored = {LAW: self._scores[LAW], asking.OTHER_SEEDS: self._unjudged(asking.OTHER_SEEDS)}
+        texts = [
+            ((check, text.prompt_ids, text.token_ids), sum(one.log_probs))
+            for check, scores in scored.items()  # seeds of the two may be the same
+            for text, one in zip(self._texts(check), scores, strict=True)
+        ]
+        return checks.judge_seeds(pairs, texts)
 
     def _swaps(self) -> Finding:
-        first, second = self._found.of(LAW), self._found.of(BASELINE)
+        first, second = self._found.of(LAW), self._found.of(asking.BASELINE)
         pairs = sorted(zip(first, second, strict=False), key=lambda pair: pair[0][0])
         groups = groupby(pairs, key=lambda pair: pair[0][0])
         return checks.judge_swaps([[(one, other) for (_, one), (_, other) in of_prompt] for _, of_prompt in groups])
