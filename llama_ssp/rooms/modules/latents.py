@@ -40,13 +40,14 @@ def attend_latents(
 ) -> tuple[Tensor, None]:  # fmt: skip
     """Attend with queries (B, H, T, D) to latents (B, 1, S, R) and rotary keys (B, 1, S, P); returns (B, T, H, V).
 
-    With a mask, both are as the cache keeps them.
+    With a mask of numbers, both are as the cache keeps them. Of a whole text without a cache, with which ours is
+    compared, transformers makes a mask of booleans, or none.
     """
     num_heads, num_positions = query.shape[1:3]
     of_key, of_value, rank = module.qk_nope_head_dim, module.v_head_dim, module.kv_lora_rank
-    # A whole text without a mask is read without a cache, to compare with.
-    if attention_mask is None or expands_latents(num_positions, rank=rank, made=of_key + of_value):
-        if attention_mask is not None:
+    is_kept = attention_mask is not None and attention_mask.dtype is not torch.bool
+    if not is_kept or expands_latents(num_positions, rank=rank, made=of_key + of_value):
+        if is_kept:
             key, value = (module.kept_latents.unpack(rows, query.dtype) for rows in (key, value))
         keys, values = type(module).expand_kv(module, key, value)
         attended, _ = sdpa_attention_forward(

@@ -117,6 +117,17 @@ def test_greedy_text_is_the_librarys_on_any_ranks(
             assert not part_at_a_near_tie(model, prompt, own, ids[: len(own)])
 
 
+@torch.inference_mode()
+def test_a_text_without_a_cache_has_the_librarys_logits_with_a_mask_too() -> None:
+    """Such as the library makes of texts side by side in one row, and of windows."""
+    model = tiny_model("deepseek_v3", **FAMILIES["deepseek_v3, whole"], num_hidden_layers=2)
+    ids_BT = torch.arange(3, 15)[None]
+    given = {"position_ids": torch.arange(6).repeat(2)[None], "use_cache": False}
+    wanted_BTV = model(ids_BT, **given).logits
+    runner_of(model)
+    torch.testing.assert_close(model(ids_BT, **given).logits, wanted_BTV)
+
+
 @pytest.mark.parametrize("kind", ["deepseek_v3", "deepseek_v3, whole"])
 @pytest.mark.parametrize("how", ["chain", "tree", "overlap"])
 def test_one_text_per_seed_whatever_is_drafted_and_rolled_back(how: str, kind: str) -> None:
