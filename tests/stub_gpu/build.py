@@ -48,7 +48,9 @@ class Stub:
     python: Path
     folder: Path
 
-    def start(self, *arguments: object, output: Path, **settings: object) -> subprocess.Popen[str]:
+    def start(
+        self, *arguments: object, output: Path, stdin: int | None = None, **settings: object
+    ) -> subprocess.Popen[str]:
         """Start a process that leads a process group of its own (see `end`); its output goes to a file.
 
         `settings` are variables of its environment; README.md lists the stub's.
@@ -68,7 +70,7 @@ class Stub:
         with output.open("w") as sink:
             return subprocess.Popen(
                 [str(self.python), *map(str, arguments)], cwd=ROOT, env=environment, text=True,
-                stdout=sink, stderr=subprocess.STDOUT, start_new_session=True,
+                stdin=stdin, stdout=sink, stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
 
 

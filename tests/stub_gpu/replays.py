@@ -1,22 +1,28 @@
 """On the stub device: decodes with a pair in all of its ways, and says what was wrong with its graphs.
 
 `python -m tests.stub_gpu.replays OUT KIND [WAY...]` writes the sentences about each way to OUT, as JSON, and rank 0 of
-several ranks does.
+several ranks does. Without arguments it imports everything once and forks for each kind that it is asked for, by a line
+on the socket that is its standard input (`Imported`).
 """
 
+import gc
 import json
 import logging
+import os
+import socket
 import sys
 import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from triton.runtime.cache import triton_key
 
 from benchmarks.decoding import load_pair
 from llama_ssp import Pair, load
@@ -37,6 +43,8 @@ from tests.stub_gpu.replay_settings import KINDS, ROWS, Kind, Way
 
 PROMPTS = ["import os", "def f(x): return", "class A"]
 _LEAST_COMPARED = 8
+_IMPORTED_LATE = "torch._dynamo", "transformers.generation.utils", "triton.compiler.code_generator"
+"""Modules that torch, transformers and Triton import at their first use."""
 
 
 def requests_for(way: Way, num: int, num_new: int, *, num_prompt: int = 20) -> list[Request]:
@@ -164,18 +172,45 @@ def take_what_is_right_on_gpus() -> None:
     OwnExperts._one_by_one = one_by_one  # type: ignore[assignment, method-assign]
 
 
-def main() -> None:
-    out, (kind,) = Path(sys.argv[1]), [kind for kind in KINDS if kind.name == sys.argv[2]]
+def decode_kind(out: Path, name: str, *ways: str) -> None:
+    """Decode with a kind in all of its ways, or in these."""
+    (kind,) = [kind for kind in KINDS if kind.name == name]
     take_what_is_right_on_gpus()
     left: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         pair = load_kind(kind, Path(folder))
         for way in kind.ways:
-            if way.name in (sys.argv[3:] or [way.name]):
+            if way.name in (ways or [way.name]):
                 left[way.name] = decode(pair, way, asks_host=kind.asks_host)
             if pair.rank == 0:
                 out.write_text(json.dumps(left))
 
 
+def serve() -> None:
+    """Answer each line, a list of jobs that run at once, with their exit codes; a job ends as a program does."""
+    for module in _IMPORTED_LATE:
+        import_module(module)
+    triton_key()  # a hash of all of Triton's files, which a process keeps
+    gc.freeze()  # else each fork walks through all modules when it ends
+    with socket.socket(fileno=os.dup(0)) as asked, asked.makefile("rw") as lines:
+        while line := lines.readline():
+            pids = []
+            for job in json.loads(line):
+                if not (pid := os.fork()):
+                    with Path(job["output"]).open("w") as sink:
+                        os.dup2(sink.fileno(), 1)
+                        os.dup2(sink.fileno(), 2)
+                    os.environ.update(job["settings"])
+                    return decode_kind(Path(job["out"]), job["kind"])
+                pids.append(pid)
+            codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+            lines.write(f"{json.dumps(codes)}\n")
+            lines.flush()
+    return None
+
+
 if __name__ == "__main__":
-    main()
+    if arguments := sys.argv[1:]:
+        decode_kind(Path(arguments[0]), *arguments[1:])
+    else:
+        serve()
