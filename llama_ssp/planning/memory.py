@@ -216,7 +216,7 @@ def _rank_memory(spec: PlanSpec, hardware: HardwareConfig, rank: int, target: _P
     both = (spec.target, target), (spec.draft, draft)
     held = [(model, part) for model, part in both if model and part is not _NOTHING]
     terms = spec.free_terms
-    own_slots = terms.copied_slots and terms.copied_slots + spec.round_positions
+    own_slots = terms.copied_slots and engine.whole_steps(terms.copied_slots + spec.round_positions)
     held_slots, held_rows = num_slots + spec.spare_rows * spec.num_slots, spec.batch_size + spec.spare_rows
     taps_bytes = held_rows * spec.tap_slots * spec.tap_bytes  # where a head reads them, or they are sent from
     uniforms = 3 * spec.num_draft_tokens * spec.drafts + 4

@@ -352,6 +352,7 @@ class Mesh:
         target: the ranks that share the target, or its layers of a stage; None if this rank has no part of it.
         draft: the ranks that share the draft, only this one if it is replicated; None if this rank has no part of it.
         before, behind: see `ranks.stages.ModelStage`.
+        all_stages: the ranks that hold the stages of a target of several; None on other ranks.
     """
 
     world: Comm
@@ -362,6 +363,12 @@ class Mesh:
     draft: Comm | None
     before: Comm | None = None
     behind: Comm | None = None
+    all_stages: Comm | None = None
+
+    @property
+    def holders(self) -> tuple[Comm | None, Comm | None]:
+        """The ranks with a part of the target, and with a part of the draft; None on other ranks."""
+        return self.all_stages or self.target, self.draft
 
     @property
     def replica_ranks(self) -> range:
@@ -370,7 +377,7 @@ class Mesh:
 
     def set_timeout(self, seconds: float) -> None:
         """Set the timeout of later collectives of all groups."""
-        for comm in (self.world, self.replica, self.target, self.draft, self.before, self.behind):
+        for comm in (self.world, self.replica, self.target, self.draft, self.before, self.behind, self.all_stages):
             if comm:
                 comm.set_timeout(seconds)
 
@@ -396,7 +403,9 @@ def build_mesh(layout: Layout, world: Comm, *, num_replicas: int = 1) -> Mesh:
     assert replica, "a replica has all ranks of its block"
     alone = world.alone() if rank in layout.draft_ranks else None
     draft = alone if layout.splits_batch else mine(layout.draft_ranks)
+    all_stages = mine(layout.target_ranks) if layout.num_stages > 1 else None
     return Mesh(
         world=world, replica=replica, number=number, layout=layout, target=next(iter(targets), None), draft=draft,
         before=next(iter(neighbours.get(own - 1, ())), None), behind=next(iter(neighbours.get(own, ())), None),
+        all_stages=all_stages,
     )  # fmt: skip

@@ -387,11 +387,13 @@ def build_decoder(
     )  # fmt: skip
     has_masks = bool(config.sampling.by_row or constraint_asked(config.sampling))
     if drafters and isinstance(drafters[0], AheadDrafter):
-        round_: Round = OverlappedRound(models.target, drafters[0], verifier=verifier, limit=limit)
+        round_: Round = OverlappedRound(
+            models.target, drafters[0], verifier=verifier, limit=limit, holders=mesh.holders
+        )
     else:
         round_ = Round(
             models.target, *drafters, verifier=verifier, taps=taps, tree=tree, limit=limit,
-            has_masks=has_masks, num_groups=config.placement.target.groups or 1,
+            has_masks=has_masks, num_groups=config.placement.target.groups or 1, holders=mesh.holders,
         )  # fmt: skip
     vocabulary = models.request_maker.vocabulary
     constraint_of(config.sampling, vocabulary)  # refused before any text begins

@@ -55,6 +55,7 @@ def make_decoder(  # noqa: PLR0913
     shard: Shard = WHOLE,
     has_masks: bool = False,
     num_tapped: int | None = None,
+    holders: tuple[Comm | None, Comm | None] = (None, None),
 ) -> Decoder:
     """A decoder of one rank (or of `comm`) over two runners, or over one and the drafter that is made for its rule.
 
@@ -77,7 +78,8 @@ def make_decoder(  # noqa: PLR0913
     if ngram:
         drafters += [copying(parts_of(**how))]
     verifier = Verifier(rule, comm=comm, verify_rank=0, device=target.device)
-    round_ = Round(target, *drafters, verifier=verifier, taps=taps, tree=tree, limit=limit, has_masks=has_masks)
+    how = {"taps": taps, "tree": tree, "limit": limit, "has_masks": has_masks, "holders": holders}
+    round_ = Round(target, *drafters, verifier=verifier, **how)
     return Decoder(
         round_, executor=executor_of(round_, replay), batch_size=batch_size, eos_ids=eos_ids,
         reuse=replace(Reuse.of([target, draft], Comm.single()), num_tapped=num_tapped),

@@ -21,7 +21,7 @@ _VOCAB_SIZE = 440
 _STEPS = 30
 
 
-def save_pair(folder: Path) -> None:
+def save_pair(folder: Path, *, num_steps: int = _STEPS) -> None:
     for part, family in (("target", "gpt_neox"), ("draft", "gpt_neo")):
         tokenizer = byte_level(_LEARNED[part], vocab_size=_VOCAB_SIZE, special=("<|endoftext|>",))
         model = tiny_model(
@@ -32,7 +32,7 @@ def save_pair(folder: Path) -> None:
         optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
         with torch.random.fork_rng():
             torch.manual_seed(0)
-            for _ in range(_STEPS):
+            for _ in range(num_steps):
                 optimizer.zero_grad()
                 model(ids_1T, labels=ids_1T).loss.backward()
                 optimizer.step()

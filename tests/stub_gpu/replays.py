@@ -15,7 +15,6 @@ import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,6 @@ import torch
 from torch import Tensor
 from triton.runtime.cache import triton_key
 
-from benchmarks.decoding import load_pair
 from llama_ssp import Pair, load
 from llama_ssp.architectures import engine
 from llama_ssp.ranks.gpu import selected
@@ -36,10 +34,9 @@ from llama_ssp.run.tuning import make_ready
 from llama_ssp.speculate.engine.loop import Decoder
 from llama_ssp.speculate.engine.round import Executor, Round
 from llama_ssp.speculate.engine.state import Request
-from tests.helpers.rooms import copies
 from tests.stub_gpu import device
 from tests.stub_gpu.reads import ComparedGraphs
-from tests.stub_gpu.replay_settings import KINDS, ROWS, Kind, Way
+from tests.stub_gpu.replay_settings import KINDS, Kind, Way
 
 PROMPTS = ["import os", "def f(x): return", "class A"]
 _LEAST_COMPARED = 8
@@ -47,25 +44,16 @@ _IMPORTED_LATE = "torch._dynamo", "transformers.generation.utils", "triton.compi
 """Modules that torch, transformers and Triton import at their first use."""
 
 
-def requests_for(way: Way, num: int, num_new: int, *, num_prompt: int = 20) -> list[Request]:
-    return [
-        Request(
-            index=row, prompt_ids=tuple((5 + place * (row + 1)) % 150 + 3 for place in range(num_prompt + row)),
-            max_new_tokens=num_new, sampling=ROWS[row % len(ROWS)] if way.by_row else None, seed=row,
-        )
-        for row in range(num)
-    ]  # fmt: skip
-
-
 def runs_of(way: Way) -> Iterator[list[Request]]:
     """As many texts as rows, fewer, more and longer ones, which take rows over, and other prompts."""
     num = way.batch_size
-    yield requests_for(way, num, 16)
-    yield requests_for(way, max(num - 1, 1), 16)
-    yield requests_for(way, num + 2, 40)
-    yield requests_for(way, num, 12, num_prompt=50)
-    if way.long:
-        yield requests_for(way, num + 1, 20, num_prompt=600)
+    yield way.requests(num, 16)
+    yield way.requests(max(num - 1, 1), 16)
+    yield way.requests(num + 2, 40)
+    for _ in range(2 if "spare_rows" in way.config else 1):  # whose texts later ones begin with
+        yield way.requests(num, 12, num_prompt=50)
+        if way.long:
+            yield way.requests(num + 1, 20, num_prompt=600)
 
 
 @contextmanager
@@ -110,9 +98,7 @@ def _faults() -> set[str]:
 
 
 def _run(pair: Pair, way: Way, problems: set[str]) -> None:
-    config = replace(
-        pair.config, batch_size=way.batch_size, draft=replace(pair.config.draft, **way.draft), **way.config
-    )
+    config = way.config_of(pair.config)
     decoder = decoders.build_decoder(pair.models, config, speculative=pair.models.drafts)
     runs = [*runs_of(way)]
     longest = max((each for run in runs for each in run), key=lambda each: len(each.prompt_ids) + each.max_new_tokens)
@@ -149,11 +135,7 @@ def _call(pair: Pair, way: Way, problems: set[str]) -> None:
 
 
 def load_kind(kind: Kind, folder: Path) -> Pair:
-    arguments = kind.arguments(folder)
-    corpus = arguments.pop("corpus", None)
-    pair: Pair = load(**arguments, device="cuda")
-    if corpus:
-        pair = load_pair(replace(pair.config, draft=copies(corpus=str(corpus))))
+    pair: Pair = load(**kind.arguments(folder), device="cuda")
     return pair
 
 

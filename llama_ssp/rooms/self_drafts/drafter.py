@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from llama_ssp.architectures.engine import whole_steps
 from llama_ssp.errors import ConfigError
 from llama_ssp.models.prefill import Buckets, Prompts
 from llama_ssp.models.runner import TreePlaces
@@ -72,7 +73,7 @@ class _Window(_Part, OwnBuckets):
         most_nodes: int,
     ) -> None:
         super().__init__(target, numbers, copied)
-        self._num_kept, self._num_slots = sinks + window, sinks + window + most_nodes
+        self._num_kept, self._num_slots = sinks + window, whole_steps(sinks + window + most_nodes)
         self.reads_by_length, self._num_caches = True, 0
         self._cache: StaticCache | None = None
         slots_C = torch.arange(self._num_kept, device=target.device)

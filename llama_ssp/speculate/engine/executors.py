@@ -160,8 +160,8 @@ class GraphExecutor(Executor):
             if ends_run(error):
                 raise
             reason = str(error).strip().partition("\n")[0] or type(error).__name__
-        if stage.is_shared:
-            reason = next(filter(None, self._comm.gather_text(reason)), "")
+        if stage.comm:
+            reason = next(filter(None, stage.comm.gather_text(reason)), "")
         if not reason:
             self._graphs[stage.key] = graph
             return graph

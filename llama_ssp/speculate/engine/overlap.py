@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 
 from llama_ssp.models.runner import Runner
+from llama_ssp.ranks.comms import Comm
 from llama_ssp.speculate.drafters.limited import DraftLimit
 from llama_ssp.speculate.drafters.shared import AheadDrafter
 from llama_ssp.speculate.engine.clock import HostClock
@@ -51,9 +52,10 @@ class OverlappedRound(Round):
     has_bonus = False
 
     def __init__(
-        self, target: Runner, drafter: AheadDrafter, *, verifier: Verifier, limit: DraftLimit | None = None
-    ) -> None:
-        super().__init__(target, drafter, verifier=verifier, limit=limit)
+        self, target: Runner, drafter: AheadDrafter, *, verifier: Verifier, limit: DraftLimit | None = None,
+        holders: tuple[Comm | None, Comm | None] = (None, None),
+    ) -> None:  # fmt: skip
+        super().__init__(target, drafter, verifier=verifier, limit=limit, holders=holders)
         self._drafter = drafter
         self.num_ahead = drafter.num_draft_tokens - 1
         self._in_flight_A = torch.arange(self.num_ahead, device=target.device)

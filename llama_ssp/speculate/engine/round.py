@@ -38,6 +38,7 @@ from llama_ssp.models.cache import StaticCache, Taps
 from llama_ssp.models.prefill import Buckets, Prompts, ShortForwards, read_prompts
 from llama_ssp.models.runner import Runner, TreePlaces
 from llama_ssp.models.upload import to_device
+from llama_ssp.ranks.comms import Comm
 from llama_ssp.speculate.drafters.drafter import Drafter, Remembering, TreeTables, writes_ids
 from llama_ssp.speculate.drafters.limited import DraftLimit
 from llama_ssp.speculate.engine.clock import HostClock
@@ -75,7 +76,7 @@ class Stage(NamedTuple):
         reads: objects whose tensors it reads in addition to its arguments.
         repeats: it calls the same operators every time, on tensors of its arguments and of `reads`, and can be traced.
         behind: stages of this round whose results are among its values.
-        is_shared: all ranks run it.
+        comm: the ranks that run it together, since they may send messages in it; None if each runs it for itself.
     """
 
     name: str
@@ -85,7 +86,7 @@ class Stage(NamedTuple):
     reads: Sequence[object] = ()
     repeats: bool = True
     behind: tuple["Stage", ...] = ()
-    is_shared: bool = False
+    comm: Comm | None = None
 
     @property
     def key(self) -> tuple[Hashable, ...]:
@@ -124,6 +125,7 @@ class Round:
         tree: of the drafts; None for chains. With a tree, text tokens are read by its mask too, not as a prompt's are.
         masks: of rows with constraints; None if no row may have one.
         num_groups: of rows, which follow each other through the stages of the target's layers.
+        holders: the ranks with parts of the target, and of the draft, which read prompts together; None on others.
     """
 
     has_bonus = True
@@ -132,9 +134,9 @@ class Round:
     def __init__(
         self, target: Runner, *drafters: Drafter, verifier: Verifier, taps: Taps | None = None,
         tree: Tree | None = None, limit: DraftLimit | None = None, has_masks: bool = False,
-        num_groups: int = 1,
+        num_groups: int = 1, holders: tuple[Comm | None, Comm | None] = (None, None),
     ) -> None:  # fmt: skip
-        self.num_groups = num_groups
+        self.num_groups, self.holders = num_groups, holders
         self.target, self.taps, self.tree, self.limit = target, taps, tree, limit
         self.drafters = drafters
         self.verifier, self.steps = verifier, verifier.rule.steps
@@ -380,7 +382,7 @@ class Round:
         needs = (*vars(self.steps).values(),) if self.steps else ()
         given = (*arguments, bucket) if bucket else arguments
         operators = function, arguments, needs
-        return Stage(name, partial(function, *given), operators, bucket, reads, repeats, (*behind,), is_shared=True)
+        return Stage(name, partial(function, *given), operators, bucket, reads, repeats, (*behind,), self.verifier.comm)
 
     def longest(self, choice: DraftChoice) -> int | None:
         """The longest rows that a round drafts for, which decodes longer ones plainly; None for all.
@@ -465,7 +467,7 @@ class Round:
         gives it away before its drafters read; several would wait for each other there.
         """
         rows, held, draft_held, saved = zip(*places, strict=True)
-        short = self._short(executor, state, "the target's prompts")
+        short = self._short(executor, state, "the target's prompts", self.holders[0])
         to_read = Prompts(prompts.tokens_BS, prompts.lengths_B, lengths, max(lengths), held, saved, short)
         logits_RV = read_prompts(self.target, to_read, rows=rows, buckets=buckets, taps=self.taps)
         to_draft = to_read._replace(held=draft_held, lengths_R=prompts.prompt_lengths_B)
@@ -505,15 +507,16 @@ class Round:
         buckets: Buckets,
     ) -> None:  # fmt: skip
         limit = self._limit_of(source)
-        prompts = prompts._replace(short=self._short(executor, state, f"prompts of draft {source}"))
+        short = self._short(executor, state, f"prompts of draft {source}", self.holders[1])
+        prompts = prompts._replace(short=short)
         self.drafters[source].prefill(limit.of_prompts(prompts) if limit else prompts, rows=rows, buckets=buckets)
 
-    def _short(self, executor: Executor, state: BatchState, name: str) -> ShortForwards | None:
-        """Forwards of few tokens of prompts of a model, by the executor; None if it reads them like many."""
+    def _short(self, executor: Executor, state: BatchState, name: str, comm: Comm | None) -> ShortForwards | None:
+        """Forwards of few tokens of prompts of a model of these ranks, by the executor; None if like many."""
         if not executor.repeats_prompts:
             return None
 
         def run(size: int, read: Callable[[Tensor], Tensor], inputs_4M: Tensor) -> Values:
-            return executor.run(Stage(name, lambda _, inputs_4M: read(inputs_4M), size), state, inputs_4M)
+            return executor.run(Stage(name, lambda _, inputs_4M: read(inputs_4M), size, comm=comm), state, inputs_4M)
 
         return ShortForwards(self._inputs_4M, self._batch_size, run)

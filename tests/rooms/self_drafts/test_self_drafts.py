@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from transformers.cache_utils import DynamicCache
 
 from llama_ssp import load, plan
+from llama_ssp.architectures.engine import whole_steps
 from llama_ssp.errors import ConfigError
 from llama_ssp.models.cache import StaticCache
 from llama_ssp.models.llama.decoder import LeanRunner
@@ -261,7 +262,7 @@ def test_the_small_cache_has_the_slots_that_a_plan_counts(name: str, folder: Pat
     held = sum(whole.nbytes for cache in own for whole in cache._wholes if whole is not None)
     slots, layers = (draft.window or 0) + draft.sinks if draft.window else 0, len(chosen_layers(draft, 4))
     value_bytes = 4 * 2 * 4 * (SIZES["hidden_size"] // SIZES["num_attention_heads"])
-    assert held == (3 * (slots + NUM_DRAFTED + 1) * layers * value_bytes if slots else 0)
+    assert held == (3 * whole_steps(slots + NUM_DRAFTED + 1) * layers * value_bytes if slots else 0)
 
 
 @pytest.mark.seconds

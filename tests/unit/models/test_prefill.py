@@ -16,10 +16,12 @@ from llama_ssp.speculate.engine.executors import GraphExecutor
 from llama_ssp.speculate.engine.results import Launched
 from llama_ssp.speculate.engine.state import Request
 from tests.helpers.decoders import complete, make_decoder, outcome
+from tests.helpers.fake_comm import ThreadComm, on_ranks, thread_comms
 from tests.helpers.lanes import heavy, pairs
 from tests.helpers.models import load_lean
 from tests.helpers.operator_count import OperatorCount
 from tests.helpers.recorded import WatchedGraphs
+from tests.helpers.rooms import need
 from tests.helpers.varlen_attention import varlen_operator
 from tests.unit.models.llama.test_attention import GROUPED, pair
 from tests.unit.models.llama.test_decoder import assert_close, modules, random_ids
@@ -174,6 +176,33 @@ def test_graphs_read_prompts_and_the_texts_stay_those_of_launches_from_python(
     assert {name for name, _ in read} == {"the target's prompts", "prompts of draft 0"}
     assert {size for _, size in read} <= {8, 16, 32, 64, 128}
     assert len(read) == 2 * {1: 3, 3: 3, 8: 1}[batch_size]
+
+
+@pytest.mark.seconds
+@pytest.mark.parametrize("refused", ["the target's prompts", "prompts of draft 0"])
+def test_prompts_that_one_rank_cannot_capture_no_rank_replays(refused: str) -> None:
+    """NCCL wants a message to be part of a graph on all of its ranks, or on none."""
+    need("cpu")
+    refusing = type("Refusing", (WatchedGraphs,), {"refused": refused})
+    wanted = [Request(index=0, prompt_ids=(3, 4, number), max_new_tokens=2) for number in range(3)]
+
+    def captured(comm: ThreadComm) -> set[str]:
+        target, draft = (
+            load_lean(modules(kind), comm=comm, varlen=varlen_operator, kernel=PlainLinear)
+            for kind in ("llama", "llama, no groups")
+        )
+        made = make_decoder(
+            target, draft, comm=comm, holders=(comm, comm), num_draft_tokens=1,
+            replay=refusing if comm.rank else WatchedGraphs,
+        )  # fmt: skip
+        complete(made, wanted)
+        assert isinstance(made.executor, GraphExecutor)
+        return {name for name, *_ in made.executor._graphs}
+
+    first, second = on_ranks(thread_comms(2), captured)
+    assert first == second
+    assert len(first) == 3
+    assert refused not in first
 
 
 def test_one_rank_gives_the_first_token_away_before_its_draft_reads_the_prompt() -> None:

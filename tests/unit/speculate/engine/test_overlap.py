@@ -158,7 +158,7 @@ class _Stages(FakeRecorder):
         def seen(stage: Stage, *values: Any) -> Any:  # noqa: ANN401 - see `Stage`
             before = self.num_replayed
             result = run(stage, *values)
-            if stage.is_shared:
+            if stage.comm:
                 self.turns.append((stage.name, self.num_replayed > before))
             return result
 
