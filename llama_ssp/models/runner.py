@@ -57,6 +57,11 @@ class TreePlaces(NamedTuple):
         return self._replace(slots_BT=self.slots_BT[part], sees_BTA=self.sees_BTA[part])
 
     @property
+    def sees_to_itself(self) -> bool:
+        """Whether one token of each row is read, which sees all slots up to its own."""
+        return self.sees_BTA.shape[1:] == (1, 1)
+
+    @property
     def seen_slots(self) -> Tensor:
         """Whether each token sees each slot of `slots_U`, (B, T, U)."""
         _, num_nodes, num_behind = self.sees_BTA.shape

@@ -188,7 +188,10 @@ class LeanRunner(CachedRunner):
 
         Forwards then return what the caller `reads`; see `Runner.allocate`.
         """
-        own = {name: value for name, value in vars(self).items() if name in {"_layers", "_windows", "_stops"}}
+        if cache and self._varlen and cache is not self._cache:
+            self._lengths = LengthTables(batch_size=cache.num_rows, num_slots=cache.num_slots, device=self.device)
+        of_part = {"_layers", "_windows", "_stops", *(["_lengths"] if cache else [])}
+        own = {name: value for name, value in vars(self).items() if name in of_part}
         vars(self).update({**vars(whole), **own, "_cache": cache or whole._cache, "reads": reads})
 
     def allocate(self, *, batch_size: int, capacity: int, num_positions: int = 0, **how: Any) -> None:
@@ -302,6 +305,7 @@ class LeanRunner(CachedRunner):
     ) -> dict[int | None, LayerAttention]:
         """Make calls, by window, that write to the cache and attend in one forward; trees without operator use masks.
 
+        One node of a row needs none: it sees all slots up to its own, which is a length.
         `seen_BT` are the last positions that tokens see, by default their own; for a row's first token always its own.
         """
         assert self._cache is not None, "allocate comes first"
@@ -310,6 +314,9 @@ class LeanRunner(CachedRunner):
             view = self._cache.view(tree.slots_BT if tree else positions_BT, bucket=bucket, cache_rows_B=cache_rows_B)
             where = self._rotations.freqs_cis_S1P, positions_BT, view
             return self._compiled.of_forward(*where, tree=tree, seen_BT=seen_BT, windows=self._windows)
+        masked = tree
+        if tree and tree.sees_to_itself and seen_BT is None:
+            masked, seen_BT = None if self._varlen else tree, tree.slots_BT
         seen_BT = positions_BT if seen_BT is None else seen_BT
         freqs_cis_S1P, placed_BT, rows_B = self._rotations.freqs_cis_S1P, positions_BT, cache_rows_B
         if pieces:
@@ -321,18 +328,19 @@ class LeanRunner(CachedRunner):
         else:
             freqs_cis_M1P = freqs_cis_S1P.index_select(0, placed_BT.flatten())
             place = partial(rotate_write, freqs_cis_M1P=freqs_cis_M1P, kept=self._kept)
-        if tree:
-            buffer, slots_M, *_ = self._cache.view(tree.slots_BT, bucket=bucket, cache_rows_B=rows_B, in_rows=True)
-        elif kernel and rows_B is None:
+        placed_BT = tree.slots_BT if tree else placed_BT
+        if masked:
+            buffer, slots_M, *_ = self._cache.view(placed_BT, bucket=bucket, cache_rows_B=rows_B, in_rows=True)
+        elif kernel and rows_B is None and not tree:
             buffer = self._cache.buffers(bucket)
         else:
             buffer, slots_M, rows_B, _ = self._cache.view(placed_BT, bucket=bucket, cache_rows_B=rows_B)
-        if self._varlen and not tree:
+        if self._varlen and not masked:
             attends = self._lengths.attends(
                 self._varlen, self._windows, seen_BT, cache_rows_B=cache_rows_B, consecutive=consecutive, pieces=pieces
             )
         else:
-            attends = self._masked(seen_BT, tree, bucket=bucket)
+            attends = self._masked(seen_BT, masked, bucket=bucket)
         place = partial(place, slots_M=slots_M)
         way = partial(place_and_attend, rotate_write=place, buffer=buffer, cache_rows_B=rows_B)
         return {window: partial(way, attend=attend) for window, attend in attends.items()}

@@ -101,7 +101,7 @@ def on_meta() -> WeightsInMemory:
 
 
 @pytest.mark.parametrize("cache_dtype", [OWN_DTYPE, "int8"])
-@pytest.mark.parametrize("draft", [None, {"layers": 8}, {"window": 512}])
+@pytest.mark.parametrize("draft", [None, {"layers": 8}, {"window": 511}])
 def test_bytes_at_32k_are_those_that_a_run_takes(
     draft: dict[str, Any] | None, cache_dtype: str, on_meta: WeightsInMemory
 ) -> None:

@@ -8,6 +8,7 @@ from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,7 +19,9 @@ from transformers.cache_utils import DynamicCache
 from llama_ssp import load, plan
 from llama_ssp.architectures.engine import whole_steps
 from llama_ssp.errors import ConfigError
+from llama_ssp.kernels.linear import PlainLinear
 from llama_ssp.models.cache import StaticCache
+from llama_ssp.models.llama import decoder
 from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.models.loading import load_model
 from llama_ssp.models.quantization.precision import Precision
@@ -49,6 +52,7 @@ from tests.helpers.decoders import (
 from tests.helpers.lanes import first, heavy, pairs
 from tests.helpers.models import SIZES, build_checkpoint, load_lean
 from tests.helpers.recorded import FakeRecorder
+from tests.helpers.varlen_attention import varlen_operator
 
 TEMPERATURE, NUM_DRAFTED = 0.8, 3
 PROMPTS = ((5, 90, 17, 4, 25), (31,), tuple(range(40, 70)))
@@ -263,6 +267,24 @@ def test_the_small_cache_has_the_slots_that_a_plan_counts(name: str, folder: Pat
     slots, layers = (draft.window or 0) + draft.sinks if draft.window else 0, len(chosen_layers(draft, 4))
     value_bytes = 4 * 2 * 4 * (SIZES["hidden_size"] // SIZES["num_attention_heads"])
     assert held == (3 * whole_steps(slots + NUM_DRAFTED + 1) * layers * value_bytes if slots else 0)
+
+
+@pytest.mark.seconds
+@pytest.mark.parametrize("name", first(["window", "both"]))
+def test_a_window_that_is_read_by_lengths_has_the_drafts_of_one_that_is_read_by_masks(name: str, folder: Path) -> None:
+    """Steps of one token a row need no mask; a larger batch takes another small cache."""
+    draft, texts = SelfConfig(kind="self", **WAYS[name]), list[list[Seen]]()
+    for varlen in (varlen_operator, None):
+        target, seen = load_lean(folder, dtype=torch.float32, varlen=varlen, kernel=PlainLinear), [Seen(), Seen()]
+        with patch.object(decoder, "masks_of", wraps=decoder.masks_of) as masks:
+            for batch_size, of_batch in zip((2, 3), seen, strict=True):
+                decode(target, draft, seen=of_batch, batch_size=batch_size)
+        assert masks.called is (varlen is None)
+        texts.append(seen)
+    for by_length, by_mask in zip(*texts, strict=True):
+        for (text, ids_K, law_KV), (wanted, wanted_K, wanted_KV) in zip(by_length, by_mask, strict=True):
+            assert (text, ids_K.tolist()) == (wanted, wanted_K.tolist())
+            torch.testing.assert_close(law_KV, wanted_KV)
 
 
 @pytest.mark.seconds
