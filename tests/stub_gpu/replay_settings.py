@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from llama_ssp import catalogue
 from llama_ssp.groups import whole
 from llama_ssp.run.tasks.records import CompareConfig
 from llama_ssp.settings.schema import (
@@ -17,9 +18,11 @@ from llama_ssp.settings.schema import (
     VerificationConfig,
 )
 from llama_ssp.speculate.engine.state import Request
+from llama_ssp.weights import hub
 from tests.helpers import one_pass_heads, other_tokenizer
 from tests.helpers.models import FAMILIES, VOCAB_SIZE, build_checkpoint
 from tests.helpers.mtp_layers import save_with_mtp
+from tests.helpers.packed_checkpoints import pack_checkpoint
 from tests.helpers.tokenizers import save_tokenizer
 from tests.stub_gpu.settings import TREE_OF_60
 
@@ -86,7 +89,7 @@ class Way:
             Request(
                 index=row, prompt_ids=tuple((5 + place * (row + 1)) % 150 + 3 for place in range(num_prompt + row)),
                 max_new_tokens=num_new, sampling=self.sampling_of(row), seed=row,
-                num_draft_tokens=self.limits[row % len(self.limits)],
+                num_draft_tokens=self.limits[row % len(self.limits)], ignores_eos=True,
             )
             for row in range(num)
         ]  # fmt: skip
@@ -211,6 +214,17 @@ def _corpus(folder: Path) -> dict[str, Any]:
     return _shipped(draft={"kind": "ngram", **copying})(folder)
 
 
+def _stored(form: str, layout: str) -> Callable[[Path], dict[str, Any]]:
+    """The shipped target in files of a layout that some tool writes."""
+
+    def make(folder: Path) -> dict[str, Any]:
+        packed, origin = folder / "packed", hub.resolve(catalogue.load("tiny"))
+        pack_checkpoint(origin, packed, folder / "numbers", layout)
+        return _shipped(model=packed, quantization=(form, "none"))(folder)
+
+    return make
+
+
 def _self(**settings: Any) -> dict[str, Any]:
     return {"kind": "self", **settings}
 
@@ -234,6 +248,8 @@ EXPERTS = (
     "gemma4_text, keys",
 )  # fmt: skip
 FORMS = ("int8_weight_only", "int4_weight_only", "fp8_weight_only")
+_STORED = {"mxfp4": "mxfp4-pack-quantized", "nvfp4": "nvfp4-pack-quantized", "int8_groups": "gptq_v2, bytes"}
+"""Formats of files that are made by other tools alone, with a layout of each."""
 
 
 def _of_experts(family: str, form: str) -> Kind:
@@ -286,9 +302,6 @@ KINDS = (
     ),
     Kind(name="own tokenizer", arguments=_other_tokenizer, ways=(SAMPLED, ONE_GREEDY, BY_ROW, AUTO)),
     Kind(name="equal bits", arguments=_shipped(reproducible=True), ways=(SAMPLED, LONG, COUPLED, SPARE)),
-    Kind(
-        name="equal bits, head", arguments=_shipped(draft="tiny-eagle", reproducible=True), ways=(ONE_GREEDY, COUPLED)
-    ),
     Kind(name="copies", arguments=_shipped(draft="ngram"), ways=_COPIES),
     Kind(name="copies of a corpus", arguments=_corpus, ways=(SAMPLED, BY_ROW)),
     *(
@@ -315,8 +328,9 @@ KINDS = (
     ),
     *(
         Kind(name=form, arguments=_shipped(quantization=(form, "none")), ways=(SAMPLED, MANY, UPDATED))
-        for form in (*FORMS, "nf4", "fp4", "int8", "mxfp4", "nvfp4", "int8_groups")
+        for form in (*FORMS, "nf4", "fp4", "int8")
     ),
+    *(Kind(name=form, arguments=_stored(form, layout), ways=(SAMPLED, MANY)) for form, layout in _STORED.items()),
     Kind(name="short draft", arguments=_short_draft("llama"), ways=(SAMPLED,)),
     Kind(name="short draft of a hybrid", arguments=_short_draft(HYBRIDS[0]), ways=(SAMPLED,)),
     *(
