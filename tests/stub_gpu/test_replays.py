@@ -65,7 +65,7 @@ def test_replays_read_what_python_would_read_and_wait_for_nothing(
     imported: Imported, kind: Kind, tmp_path: Path
 ) -> None:
     out, settings = tmp_path / "left.json", steps() if kind.num_ranks > 1 else [{}]
-    jobs = [
+    jobs: list[dict[str, Any]] = [
         {
             "kind": kind.name, "out": str(out), "output": str(tmp_path / str(rank)),
             "settings": {**step, "STUB_GPU_COUNT": str(kind.num_ranks)},

@@ -21,11 +21,10 @@ from llama_ssp.architectures.engine import whole_steps
 from llama_ssp.errors import ConfigError
 from llama_ssp.kernels.linear import PlainLinear
 from llama_ssp.models.cache import StaticCache
-from llama_ssp.models.llama import decoder
 from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.models.loading import load_model
 from llama_ssp.models.quantization.precision import Precision
-from llama_ssp.models.runner import NullRunner
+from llama_ssp.models.runner import NullRunner, masks_of
 from llama_ssp.models.weights import Loading
 from llama_ssp.ranks.stages import ModelStage
 from llama_ssp.rooms.self_drafts.drafter import SelfDrafter
@@ -276,7 +275,7 @@ def test_a_window_that_is_read_by_lengths_has_the_drafts_of_one_that_is_read_by_
     draft, texts = SelfConfig(kind="self", **WAYS[name]), list[list[Seen]]()
     for varlen in (varlen_operator, None):
         target, seen = load_lean(folder, dtype=torch.float32, varlen=varlen, kernel=PlainLinear), [Seen(), Seen()]
-        with patch.object(decoder, "masks_of", wraps=decoder.masks_of) as masks:
+        with patch("llama_ssp.models.llama.decoder.masks_of", wraps=masks_of) as masks:
             for batch_size, of_batch in zip((2, 3), seen, strict=True):
                 decode(target, draft, seen=of_batch, batch_size=batch_size)
         assert masks.called is (varlen is None)

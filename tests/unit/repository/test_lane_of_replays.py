@@ -41,7 +41,7 @@ REGISTRIES: dict[str, Registry[Any]] = {
     "tokens of a draft": drafters.VOCABULARIES, "cache of a draft": drafters.CACHES, "format": formats.FORMATS,
     "kept rows": formats.CACHES, "constraint": CONSTRAINTS, "chooser of K": CHOOSERS, "backend": BACKENDS,
 }  # fmt: skip
-GROUPS: dict[str, type[Any]] = {
+GROUPS: dict[str, Any] = {
     "": RunConfig, "sampling": schema.SamplingConfig, "speculation": schema.SpeculationConfig,
     "verification": schema.VerificationConfig, "placement": schema.PlacementConfig,
     "placement.target": schema.TargetPlacement, "placement.draft": schema.DraftPlacement, "draft": schema.DrafterConfig,
@@ -97,7 +97,7 @@ def _default(field: Field[Any]) -> object:
 @cache
 def groups() -> dict[str, dict[str, object]]:
     """All settings of a run with their defaults, by the beginning of their keys; each kind of draft has its own."""
-    kinds = {f"draft={name}": record.config for name, record in drafters.drafters().items()}
+    kinds: dict[str, Any] = {f"draft={name}": record.config for name, record in drafters.drafters().items()}
     common, found = {one.name for one in fields(schema.DrafterConfig)}, dict[str, dict[str, object]]()
     for name, group in (GROUPS | kinds).items():
         left_out = _PARTS | (common if name in kinds else set())
@@ -156,8 +156,10 @@ def of_kind(kind: Kind, folder: Path) -> set[str]:
         config: Any = load(**kind.arguments(folder), device="cpu")
 
     def described(entry: ModelConfig | None) -> Any:  # noqa: ANN401 - of the same kind
-        shape = entry and read_config(hub.resolve(config.model if head_in_target(entry.name) else entry))[0]
-        return entry and replace(entry, shape=shape)
+        if entry is None:
+            return None
+        files = config.model if head_in_target(entry.name) else entry
+        return replace(entry, shape=read_config(hub.resolve(files))[0])
 
     config = replace(config, device=DeviceKind.cuda, model=described(config.model))
     config = replace(config, draft=replace(config.draft, model=described(config.draft.model)))
