@@ -14,6 +14,17 @@ BUCKET_STEP = {"cuda": 256, "cpu": 64}
 """Steps by device: caches are read at widths that are multiples. Wider on GPUs, where each width is a graph."""
 MOST_GRAPHED_BUCKETS = 16
 """Buckets that have CUDA graphs at a time, the latest that rounds have read: a long text passes through hundreds."""
+MOST_GRAPHS = 64
+"""CUDA graphs of a stage at a time, the latest that were replayed; all lengths of drafts are timed before a run."""
+ROWS_WITH_STEPS = (2, 16, 128, 1024)
+"""Rows that steps of drawing serve which only some rows need (`sampling.by_row`); beyond the last one, all rows."""
+STEPS_BYTES = 37, 56
+"""Bytes that these steps take on a GPU for all rows, in a draft's step and at each scored position, for each token of
+the vocabulary: once in the pool of graphs, and as many in the first round of a set of steps, which is no graph yet.
+
+The caching allocator of a stub device reserved 2 * 37 + 2 * 56 * (K + 1) in 40 mixtures of 32 rows, K = 4, and within
+2 % for K = 8; short drafts take up to 10 % more, in blocks that do not fit each other.
+"""
 LANES = 16
 """Numbers of a vector of the compiled kernels of CPUs; attention is compiled for heads of whole vectors."""
 WHOLE_LAYER_TOKENS = 144
@@ -157,6 +168,11 @@ def equal_part_slots(num_kv_heads: int) -> int:
 def equal_tile_rows(group: int) -> int:
     """The rows of its tiles, a power of 2: all `group` queries of a key-value head at some positions."""
     return max(_EQUAL_ROWS, 1 << math.ceil(math.log2(group)))
+
+
+def sets_of_steps(batch_size: int) -> int:
+    """How many sets of steps rounds have that are graphs, in batches of requests; see `sampling.by_row`."""
+    return 2 + 2 * (1 + sum(rows < batch_size for rows in ROWS_WITH_STEPS))
 
 
 def short_size(num_tokens: int) -> int:

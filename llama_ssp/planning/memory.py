@@ -275,8 +275,9 @@ def _logits_bytes(spec: PlanSpec, rank: int) -> int:
 
     Ranks of the target have logits (gathered, then in fp32), or parts of them, and run the rule on these. A rank that
     runs the rule has the target's and the draft's probabilities in fp32, one more copy if the rule keeps all rows, and
-    one fp64 cumulative sum per row to draw from. Penalties and races need more; the former count all tokens. Other
-    ranks of the draft have its probabilities, and every rank the whole law of a draft without a model that draws.
+    one fp64 cumulative sum per row to draw from. Penalties and races need more; the former count all tokens. Requests
+    on a GPU may all truncate and have penalties. Other ranks of the draft have its probabilities, and every rank the
+    whole law of a draft without a model that draws.
     """
     layout, positions = spec.layout, max(spec.round_positions, spec.scored_positions)
     size, vocabulary, num_draft_tokens = DTYPE_BYTES[spec.target.dtype], spec.target.shape.vocab_size, positions - 1
@@ -301,6 +302,9 @@ def _logits_bytes(spec: PlanSpec, rank: int) -> int:
         rule += 4 * positions
     if decides:  # counts, penalized logits and a mask; the bits of a race and what is made of them
         rule += positions * (9 * spec.counts_tokens + 16 * rule_of(spec.rule).draws_by_position)
+    if decides and spec.by_row and spec.device == "cuda":
+        of_step, of_position = engine.STEPS_BYTES
+        rule += (1 + spec.cuda_graphs) * (of_step * spec.drafts + of_position * positions)
     counted = spec.batch_size * num_elsewhere * (4 * positions * spec.counts_tokens + drawn * spec.record.draws)
     return vocabulary * (spec.batch_size * logits + num_own * rule) + counted
 
@@ -405,7 +409,8 @@ def _graph_bytes(spec: PlanSpec, hardware: HardwareConfig, *, drafts: bool) -> i
     """Captured graphs: the target's plain and round forwards, all K draft steps, and forwards of short prompts.
 
     They serve all lengths where every model reads its cache by lengths; with masks there are some for each bucket, up
-    to the number of buckets that have graphs at a time.
+    to the number of buckets that have graphs at a time. Requests have some for each set of steps. No stage has more
+    than `MOST_GRAPHS`.
     """
     by_length = all(model.reads_by_length(hardware) for model in (spec.target, spec.draft) if model)
     num_buckets = min(-(-spec.num_slots // engine.BUCKET_STEP[hardware.device]), engine.MOST_GRAPHED_BUCKETS)
@@ -418,12 +423,17 @@ def _graph_bytes(spec: PlanSpec, hardware: HardwareConfig, *, drafts: bool) -> i
 
     num_layers, ranks = max(map(len, spec.stages)), spec.layout.scoring_ranks
     num_groups = min(spec.num_groups or 1, spec.batch_size)  # a graph of a round has the forwards of all
-    nodes = ((1 + len(spec.lengths) * spec.drafts) * num_groups + num_short) * num_nodes(num_layers, ranks)
+    num_each = num_buckets * (engine.sets_of_steps(spec.batch_size) if spec.by_row else 1)
+    num_rounds = len(spec.lengths) * spec.drafts
+    num_verified = min(num_each * (1 + num_rounds), engine.MOST_GRAPHS)
+    nodes = (num_verified * num_groups + num_buckets * num_short) * num_nodes(num_layers, ranks)
     if spec.draft and drafts:
         ranks = spec.draft_ranks[:1] if spec.layout.splits_batch else spec.draft_ranks
-        num_forwards = len(spec.lengths) if spec.drafts_in_one_pass else sum(spec.lengths)
-        nodes += (num_forwards + num_short * (not spec.has_head)) * num_nodes(spec.draft.shape.num_hidden_layers, ranks)
-    return num_buckets * nodes * GRAPH_NODE_BYTES
+        num_forwards = num_rounds if spec.drafts_in_one_pass else sum(spec.lengths)
+        num_forwards = min(num_each * num_rounds, engine.MOST_GRAPHS) * num_forwards // num_rounds
+        num_forwards += num_buckets * num_short * (not spec.has_head)
+        nodes += num_forwards * num_nodes(spec.draft.shape.num_hidden_layers, ranks)
+    return nodes * GRAPH_NODE_BYTES
 
 
 def bucket_of(num_tokens: int, num_slots: int, hardware: HardwareConfig) -> int:

@@ -29,14 +29,13 @@ from llama_ssp.settings.drafters import (
     drafts,
     drafts_greedily,
     of_kind,
-    samples_by_row,
     vocabulary_of,
 )
 from llama_ssp.settings.layout import Layout, lay_out
 from llama_ssp.settings.lengths import LengthChooser
 from llama_ssp.settings.rules import AT_ZERO, DEFAULT, rule_of
 from llama_ssp.settings.schema import DrafterConfig, DraftLayout, ExpertParts, PlanConfig, RunConfig
-from llama_ssp.settings.tasks import task_of
+from llama_ssp.settings.tasks import draws_by_row, task_of
 from llama_ssp.settings.trees import TreeShape
 
 
@@ -452,7 +451,7 @@ def make_spec(
         rule=config.verification.rule if temperature > 0 else AT_ZERO,
         counts_tokens=config.sampling.penalizes or constraint_asked(config.sampling) is not None,
         truncates=config.sampling.truncates,
-        by_row=samples_by_row(config),
+        by_row=draws_by_row(config),
         scores_texts=config.scores_texts,
         keeps_taps=task_of(config).keeps_taps,
         batch_size=config.batch_size,

@@ -67,10 +67,21 @@ def _stream_of(index: int) -> torch.cuda.Stream:
 
 def ends_run(error: BaseException | None) -> bool:
     """Whether an error, or one that it was raised for, leaves no other way to go on: the GPU is lost, or full."""
-    if error is None:
-        return False
-    is_lost = getattr(error, "error_code", None) in _LOST or any(words in str(error) for words in _LOST_WORDS)
-    return is_lost or exhaustion(error) is not None or ends_run(error.__cause__ or error.__context__)
+    return is_lost(error) or any(exhaustion(one) for one in _causes(error))
+
+
+def is_lost(error: BaseException | None) -> bool:
+    """Whether an error, or one that it was raised for, says that every further call of the GPU fails."""
+    return any(
+        getattr(one, "error_code", None) in _LOST or any(words in str(one) for words in _LOST_WORDS)
+        for one in _causes(error)
+    )
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 class DeviceWait:

@@ -11,7 +11,7 @@ from llama_ssp.registry import Registry
 from llama_ssp.settings import schema
 from llama_ssp.settings.rules import RULES
 from llama_ssp.settings.schema import DrafterConfig, RunConfig
-from llama_ssp.settings.tasks import TASKS, NoEffect, request_file
+from llama_ssp.settings.tasks import NoEffect, draws_by_row
 from llama_ssp.settings.trees import TreeShape
 from llama_ssp.words import said
 
@@ -94,6 +94,8 @@ class DrafterRecord:
     problems: Callable[[RunConfig], Iterable[str | NoEffect]] = lambda _config: ()
     # without a model, what plans count for it, from its settings.
     terms: Callable[[Any, RoundSizes], DraftTerms] = lambda _draft, _round: DraftTerms()
+    # without a model, whether its settings let it see some of a text alone, whose slots are not its positions.
+    sees_window: Callable[[Any], bool] = lambda _draft: False
     step_name: str = "draft"  # without a model, what it does in a round, in the table of a plan.
     # its settings with which it drafts from a row's own text alone.
     alone: Callable[[Any], Any] = lambda draft: draft
@@ -227,6 +229,11 @@ def cache_of(draft: DrafterConfig) -> DraftCache | None:
     return next((one for one in CACHES.all().values() if one.num_kept(draft) is not None), None)
 
 
+def sees_window(draft: DrafterConfig) -> bool:
+    """Whether a draft sees some of a text alone, from a cache whose slots are not its positions."""
+    return cache_of(draft) is not None or drafter_of(draft).sees_window(draft)
+
+
 @dataclass(kw_only=True)
 class ModelDraftConfig(DrafterConfig):
     """The draft model."""
@@ -246,16 +253,9 @@ def is_certain(draft: DrafterConfig, tree: TreeShape | None = None) -> bool:
     return drafter_of(draft).is_certain(is_greedy=drafts_greedily(draft), tree=tree)
 
 
-def samples_by_row(config: RunConfig) -> bool:
-    """Whether requests have sampling settings of their own."""
-    task = TASKS.find(config.task.name)
-    return bool(config.sampling.by_row or (task and task.has_own_sampling) or request_file(config))
-
-
 def reads_draft_probs(config: RunConfig) -> bool:
     """Whether a rule compares with the draft's probabilities, so that their bits can change what is drawn."""
-    rule = RULES.find(config.verification.rule)
-    samples = config.sampling.temperature > 0 or samples_by_row(config)
+    rule, samples = RULES.find(config.verification.rule), config.sampling.temperature > 0 or draws_by_row(config)
     return bool(drafts(config.draft) and rule and rule.needs_probs and samples)
 
 

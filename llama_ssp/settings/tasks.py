@@ -130,6 +130,12 @@ def request_file(config: RunConfig) -> RequestFile | None:
     return next((kind for kind in REQUEST_FILES.all().values() if kind.is_one(config)), None)
 
 
+def draws_by_row(config: RunConfig) -> bool:
+    """Whether requests of a run have sampling settings of their own."""
+    task = TASKS.find(config.task.name)
+    return bool(config.sampling.by_row or (task and task.has_own_sampling) or request_file(config))
+
+
 @dataclass(frozen=True, kw_only=True)
 class ServedField:
     """A field of served requests beside OpenAI's.

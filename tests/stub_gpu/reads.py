@@ -116,12 +116,20 @@ class _ComparingRecorder(Recorder):
         self.num_forgotten += 1
         super().forget()
 
-    def record(self, piece: Callable[[], _T]) -> tuple[_T, Callable[[], None]]:
-        """See `Recorder`."""
-        captured = list[tuple[_T, Callable[[], None]]]()
-        recorded = _reads_of(lambda: captured.append(super(_ComparingRecorder, self).record(piece)))
+    def record(
+        self, piece: Callable[[], _T], put: Callable[[_T], _T] = lambda outputs: outputs
+    ) -> tuple[_T, Callable[[], None]]:
+        """See `Recorder`; what `put` reads is the graph's own."""
+        made, reads = list[_T](), list[_Reads]()
+
+        def read() -> _T:
+            reads.append(_reads_of(lambda: made.append(piece())))
+            return made[0]
+
+        outputs, replay = super().record(read, put)
+        [recorded] = reads
+        made.clear()
         self._problems |= {f"{self.name}: {problem}" for problem in recorded.problems}
-        [(outputs, replay)] = captured
 
         def compared() -> None:
             self.num_replayed += 1

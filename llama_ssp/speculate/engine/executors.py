@@ -10,9 +10,11 @@ computes nothing, so every round runs exactly once. A graph reads and writes the
 other stages have addresses fixed by the graphs of these stages, which are part of its key. Whatever else a round reads
 must stay in place: when a tensor is allocated again, all graphs are dropped. `MOST_GRAPHED_BUCKETS` buckets have graphs
 at most: a further one drops the graphs of the bucket that was read the longest time ago, which begins anew when it is
-read again. A stage that cannot be captured runs from Python, other stages as graphs. NCCL wants a message captured by
-all of its ranks or by none, so every decision here is the same on each rank, and ranks ask each other whether a capture
-has failed there, or a tensor has moved.
+read again. A stage has at most `MOST_GRAPHS` graphs: a further one drops the one that was replayed the longest ago. All
+of them leave their results in one place, or the pool would keep a law of all rows for each: results of the first one
+stay where they are, and others copy theirs there. A stage that cannot be captured, for lack of memory too, runs from
+Python, other stages as graphs. NCCL wants a message captured by all of its ranks or by none, so every decision here is
+the same on each rank, and ranks ask each other whether a capture has failed there, or a tensor has moved.
 """
 
 import logging
@@ -23,10 +25,11 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from llama_ssp import operators
-from llama_ssp.architectures.engine import MOST_GRAPHED_BUCKETS
-from llama_ssp.ranks.gpu import capture_stream, ends_run
+from llama_ssp.architectures.engine import MOST_GRAPHED_BUCKETS, MOST_GRAPHS
+from llama_ssp.ranks.gpu import capture_stream, is_lost
 from llama_ssp.speculate.engine.round import Executor, Round, Stage
 from llama_ssp.speculate.engine.state import BatchState
 from llama_ssp.untyped import Values
@@ -65,12 +68,11 @@ def filled(form: Values, tensors: Iterator[Any]) -> Values:
     return type(form)(*parts) if hasattr(form, "_fields") else tuple(parts)
 
 
-def _buckets_of(key: tuple[Any, ...]) -> Iterator[int]:
-    """The buckets in a key of a stage: its own, and the buckets of the stages whose results it reads."""
-    _, _, bucket, *behind = key
-    yield bucket
-    for one in behind:
-        yield from _buckets_of(one)
+def _keys_in(key: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
+    """A key of a stage, and the keys of the stages whose results it reads."""
+    yield key
+    for one in key[3:]:
+        yield from _keys_in(one)
 
 
 class Recorder:
@@ -84,20 +86,23 @@ class Recorder:
         self.wait = finish
         self.forget()
 
-    def record(self, piece: Callable[[], _T]) -> tuple[_T, Callable[[], None]]:
-        """Return the outputs of `piece`, in tensors that every replay overwrites, and the replay; runs nothing.
+    def record(
+        self, piece: Callable[[], _T], put: Callable[[_T], _T] = lambda outputs: outputs
+    ) -> tuple[_T, Callable[[], None]]:
+        """Return the outputs of `piece`, in the tensors that `put` chooses and every replay overwrites, and the replay.
 
-        Raises RuntimeError if an operator cannot be recorded.
+        Runs nothing. Raises RuntimeError if an operator cannot be recorded, or if memory runs out.
         """
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         self.wait()  # torch does so as well, but would wait for a lost rank without a limit
         try:
             # Threads of NCCL query their own events meanwhile, so only this thread's calls may invalidate the capture.
             with torch.cuda.graph(graph, pool=self._pool, stream=capture_stream(), capture_error_mode="thread_local"):
-                outputs = piece()
-        except RuntimeError:
+                outputs = put(piece())
+        except RuntimeError as error:
             torch.cuda.set_stream(stream)  # torch skips this when ending a failed capture raises
-            self._pool: Any = torch.cuda.graph_pool_handle()  # torch may still keep the one before for this capture
+            if not isinstance(error, torch.OutOfMemoryError):  # after which the capture has ended as any other
+                self._pool: Any = torch.cuda.graph_pool_handle()  # torch may still keep the one before for this capture
             raise
         return outputs, graph.replay
 
@@ -112,7 +117,7 @@ class GraphExecutor(Executor):
 
     Attributes:
         failed: the names of stages that could not be captured, with their operators. They run from Python, and their
-            results are copied to fixed places, where graphs of other stages read them.
+            results are copied to the place of the stage, where graphs of other stages read them.
     """
 
     replays_addresses = True
@@ -138,36 +143,39 @@ class GraphExecutor(Executor):
             self._state = state
         if stage.bucket not in (0, self._latest):
             self._read(stage.bucket)
-        function = partial(stage.function, state, *values)
-        if graph := self._graphs.get(stage.key) or self._capture(stage, function):
-            outputs, replay = graph
+        key, function = stage.key, partial(stage.function, state, *values)
+        if graph := self._graphs.pop(key, None) or self._capture(stage, function, values):
+            self._graphs[key] = outputs, replay = graph
             replay()
             return outputs
         found = function()
+        if key[:3] not in self._met:
+            self._met[key[:3]] = _storages(found)
         return self._in_place(stage, found) if self._fails(stage) else found
 
-    def _capture(self, stage: Stage, function: Callable[[], Any]) -> _Graph | None:
+    def _capture(self, stage: Stage, function: Callable[[], Values], values: Values) -> _Graph | None:
         """Capture a stage; returns None if it must run from Python, as on values that will be elsewhere next time."""
-        is_first = stage.key[:3] not in self._met
-        self._met.add(stage.key[:3])
         moves = any(one.key not in self._graphs and not self._fails(one) for one in stage.behind)
-        if is_first or moves or self._fails(stage):
+        if (known := self._met.get(stage.key[:3])) is None or moves or self._fails(stage):
             return None
+        of_stage = [key for key in self._graphs if key[0] == stage.name]
+        if len(of_stage) >= MOST_GRAPHS:
+            self._drop(lambda key: key == of_stage[0])
         reason = ""
         try:
-            graph = self._recorder.record(function)
+            graph = self._recorder.record(function, partial(self._put, stage, known | _storages(values)))
         except RuntimeError as error:
-            if ends_run(error):
+            if is_lost(error):
                 raise
             reason = str(error).strip().partition("\n")[0] or type(error).__name__
         if stage.comm:
             reason = next(filter(None, stage.comm.gather_text(reason)), "")
         if not reason:
-            self._graphs[stage.key] = graph
             return graph
         if stage.name not in [name for name, _ in self.failed]:
             _log.warning("%s runs from Python, since it could not be captured as a graph: %s", stage.name, reason)
         self.failed.add((stage.name, stage.operators))
+        self._drop(lambda _: False)
         return None
 
     def _read(self, bucket: int) -> None:
@@ -178,32 +186,64 @@ class GraphExecutor(Executor):
         self._latest = bucket
         self._buckets[bucket] = self._buckets.pop(bucket, None)
         if len(self._buckets) > MOST_GRAPHED_BUCKETS:
-            self._recorder.wait()
             oldest = next(iter(self._buckets))
             del self._buckets[oldest]
-            for key in [key for key in (*self._graphs, *self._met) if oldest in _buckets_of(key)]:
-                self._graphs.pop(key, None)
-                self._met.discard(key)
-            if not self._graphs:  # a pool whose last graph is gone takes no other one
-                self._recorder.forget()
+            self._met = {key: known for key, known in self._met.items() if key[2] != oldest}
+            self._drop(lambda key: key[2] == oldest)
+
+    def _drop(self, is_old: Callable[[tuple[Any, ...]], bool]) -> None:
+        """Drop the graphs of some keys, and the graphs that read their results."""
+        self._recorder.wait()
+        for key in [key for key in self._graphs if any(map(is_old, _keys_in(key)))]:
+            del self._graphs[key]
+        if not self._graphs:  # a pool whose last graph is gone takes no other one
+            self._recorder.forget()
+            self._places.clear()
+            self._results.clear()
 
     def _fails(self, stage: Stage) -> bool:
         return (stage.name, stage.operators) in self.failed
+
+    def _put(self, stage: Stage, known: frozenset[StorageWeakRef], found: Values) -> Values:
+        """Leave results, in a capture, where those of all graphs of the stage are; what was there before stays."""
+        placed = []
+        for number, tensor in enumerate(tensors_of(found)):
+            place = tensor
+            if StorageWeakRef(tensor.untyped_storage()) not in known:
+                place = self._place(stage, number, tensor, stays=True)
+                if place.data_ptr() != tensor.data_ptr():
+                    place.copy_(tensor)
+            placed.append(place)
+        return filled(found, iter(placed))
+
+    def _place(self, stage: Stage, number: int, result: Tensor, *, stays: bool = False) -> Tensor:
+        """Where a result of a stage belongs: the beginning of its largest one, which may itself stay where it is."""
+        key = stage.name, number, result.dtype
+        if key not in self._places or self._places[key].numel() < result.numel():
+            self._places[key] = (result.contiguous() if stays else torch.empty_like(result)).flatten()
+        return self._places[key][: result.numel()].view(result.shape)
 
     def _in_place(self, stage: Stage, found: Values) -> Values:
         """Copy the results of a stage that stays with Python to where graphs read them."""
         tensors = tensors_of(found)
         key = stage.name, stage.operators, *[tensor.shape for tensor in tensors]
-        if key not in self._places:
-            self._places[key] = filled(found, iter([tensor.clone() for tensor in tensors]))
-        for place, tensor in zip(tensors_of(self._places[key]), tensors, strict=True):
+        if key not in self._results:
+            places = [self._place(stage, number, tensor) for number, tensor in enumerate(tensors)]
+            self._results[key] = filled(found, iter(places))
+        for place, tensor in zip(tensors_of(self._results[key]), tensors, strict=True):
             place.copy_(tensor)
-        return self._places[key]
+        return self._results[key]
 
     def _forget(self) -> None:
         self._recorder.forget()
-        self._graphs: dict[tuple[Any, ...], _Graph] = {}
-        self._places: dict[Hashable, Any] = {}  # of results of stages that have failed
-        self._met: set[tuple[Any, ...]] = set()
+        self._graphs: dict[tuple[Any, ...], _Graph] = {}  # the latest last
+        self._places: dict[Hashable, Tensor] = {}  # flat, of results
+        self._results: dict[Hashable, Any] = {}  # of stages that have failed
+        # By the beginning of a key, the memory of results of the first run: if a graph's are there too, they stay.
+        self._met: dict[tuple[Any, ...], frozenset[StorageWeakRef]] = {}
         self._buckets: dict[int, None] = {}  # that have graphs or may, the latest last
         self._latest = 0
+
+
+def _storages(value: Values) -> frozenset[StorageWeakRef]:
+    return frozenset(StorageWeakRef(tensor.untyped_storage()) for tensor in tensors_of(value))

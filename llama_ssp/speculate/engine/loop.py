@@ -188,7 +188,10 @@ class Decoder:
         with self.threads.in_use():
             while self.threads.is_undecided:
                 self.threads.after_round((choices[0], bucket, len(state.lengths_B)), time_round(choices[0]))
-            return [time_round(choice) for choice in choices]
+            # Longer drafts first, whose results take the most room.
+            order = sorted(range(len(choices)), key=lambda place: -choices[place].num_tokens)
+            times = {place: time_round(choices[place]) for place in order}
+            return [times[place] for place in range(len(choices))]
 
     def warm_up(self, requests: Sequence[Request]) -> None:
         """Run rounds over vacant rows, so that none is traced or captured while rounds are timed.
@@ -414,7 +417,8 @@ class Decoding:
         """Let the next draws take the steps that these requests need, if rows have settings of their own."""
         if steps := self.round.steps:
             samplings = [request.sampling for request in requests if request.sampling]
-            steps.follow(samplings, limits=any(request.num_draft_tokens is not None for request in requests))
+            limits = any(request.num_draft_tokens is not None for request in requests)
+            steps.follow(samplings, limits=limits, few=self.decoder.executor.replays_addresses)
 
     def _fail(self, request: Request, error: SspError) -> None:
         """Let a request end by an error of its own."""

@@ -215,8 +215,9 @@ class Round:
             found = executor.run(self._of_target("verify", self._decode, True, bucket=bucket), state)
             return found
         ids = Drafted.of(drafted[1], self.verifier.comm) if own.start < own.stop else None
-        scoring = self._of_target("score", self._score_draft, number, bucket=bucket, behind=behind)
-        logits_BWV = executor.run(scoring, state, drafted[1])
+        trees, behind_trees = (drafted[1:], behind) if self.tree else ((), ())
+        scoring = self._of_target("score", self._score_draft, number, bucket=bucket, behind=behind_trees, draws=False)
+        logits_BWV = executor.run(scoring, state, *trees)
         self.masks.fill(own, constraints, ids)
         arguments = number, self.longest(choice), True
         deciding = self._of_target("decide", self._decide, *arguments, behind=(*behind, scoring))
@@ -262,10 +263,11 @@ class Round:
         logits_BWV = self._score_draft(num_tokens, bucket, state, draft)
         return self._decide(num_tokens, longest, False, state, uniforms_BN, draft, logits_BWV)
 
-    def _score_draft(self, num_tokens: int, bucket: int, state: BatchState, draft: Draft) -> Tensor:
-        """The target's logits after the last token and each drafted one."""
-        if isinstance(draft.nodes, Topology):
-            return self._score_tree(state, draft.ids_BK, draft.nodes, bucket=bucket)
+    def _score_draft(self, num_tokens: int, bucket: int, state: BatchState, *drafts: Draft) -> Tensor:
+        """The target's logits after the last token and each drafted one; a chain stands in the batch."""
+        for draft in drafts:
+            if isinstance(draft.nodes, Topology):
+                return self._score_tree(state, draft.ids_BK, draft.nodes, bucket=bucket)
         return self.score(state, num_drafted=num_tokens, bucket=bucket)[0]
 
     def _decide(  # noqa: PLR0917 - a stage's
@@ -364,22 +366,24 @@ class Round:
 
     def _of_target(
         self, name: str, function: Callable[..., Any], *arguments: Hashable, bucket: int = 0,
-        behind: Sequence[Stage] = (),
+        behind: Sequence[Stage] = (), draws: bool = True,
     ) -> Stage:  # fmt: skip
         of_trees = (self.tree, self._nodes, self._steps_D) if self.tree else ()
         reads = (self.target, self.verifier, self.last_and_drafted_W, self.taps, self.masks, *of_trees)
         repeats = self.target.repeats_operators
-        return self._stage(name, function, *arguments, bucket=bucket, reads=reads, repeats=repeats, behind=behind)
+        how: Any = {"reads": reads, "repeats": repeats, "behind": behind, "draws": draws}
+        return self._stage(name, function, *arguments, bucket=bucket, **how)
 
     def _stage(
         self, name: str, function: Callable[..., Any], *arguments: Hashable, bucket: int = 0, reads: Sequence[object],
-        repeats: bool, behind: Sequence[Stage] = (),
+        repeats: bool, behind: Sequence[Stage] = (), draws: bool = True,
     ) -> Stage:  # fmt: skip
         """Make a stage of a function of these arguments, its bucket if it reads a cache, the batch and values.
 
-        All that decides which operators the function calls is among its arguments, or the steps that rows need now.
+        All that decides which operators the function calls is among its arguments, or the steps that rows need now if
+        it draws.
         """
-        needs = (*vars(self.steps).values(),) if self.steps else ()
+        needs = (*vars(self.steps).values(),) if self.steps and draws else ()
         given = (*arguments, bucket) if bucket else arguments
         operators = function, arguments, needs
         return Stage(name, partial(function, *given), operators, bucket, reads, repeats, (*behind,), self.verifier.comm)

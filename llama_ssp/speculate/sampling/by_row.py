@@ -7,7 +7,11 @@ are a law too: probability 1 at the best token, which every rule then drafts, ac
 
 What a row's settings leave out changes no bit of its probabilities, so its text is as in a batch of its own. Sorting
 a vocabulary and counting tokens cost time: rounds do so only while a row needs it, and only for as many rows
-(`RowSteps`). Which rows these are, the device finds out from their settings, so that a graph serves any of them.
+(`RowSteps`). Which rows these are, the device finds out from their settings, so that a graph serves any of them. Each
+graph takes memory, and 0.1 s of all rows to capture, so that rounds that are graphs have few sets of steps:
+
+    steps    none | greedy rows, limits | these, and top-k, top-p, min-p | these, and penalties, biases, bans
+    rows             all                  2, 16, ..., all                  2, 16, ..., all
 
 Shapes: B sequences, R some of them, T scored positions, V vocabulary, X settings of a row, M biases, S logits in
 descending order.
@@ -19,6 +23,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from llama_ssp.architectures.engine import ROWS_WITH_STEPS
 from llama_ssp.settings.schema import MOST_BIASES, SamplingConfig
 from llama_ssp.speculate.sampling.context import Context, count_tokens
 from llama_ssp.speculate.sampling.processors import own_operator, scale_of
@@ -26,7 +31,6 @@ from llama_ssp.speculate.sampling.processors import own_operator, scale_of
 _NUM_NUMBERS, _MOST_KEPT = 8, 2**31
 MOST_ENDS = 16
 """E: tokens that end the text of a row, and are banned from its first ones."""
-_MOSTS = (0, 2, 16, 128, 1024)
 NUM_SETTINGS = _NUM_NUMBERS + 2 * MOST_BIASES + MOST_ENDS
 """X."""
 
@@ -53,7 +57,7 @@ class RowSteps:
     Attributes:
         truncates, penalizes: a row needs this step.
         has_greedy: a row is greedy, or needs another step, which costs more than the one for greedy rows.
-        most: at least the rows that truncate, and the rows that are penalized: one of few numbers, for few graphs.
+        most: at least the rows that truncate, and the rows that are penalized: one of few numbers.
         limits: a row takes fewer drafted tokens than others.
     """
 
@@ -63,14 +67,17 @@ class RowSteps:
     most: int = 0
     limits: bool = False
 
-    def follow(self, samplings: Sequence[SamplingConfig], *, limits: bool) -> None:
-        """Take the steps that these settings of rows need."""
+    def follow(self, samplings: Sequence[SamplingConfig], *, limits: bool, few: bool = False) -> None:
+        """Take the steps that these settings of rows need; with `few`, one of few sets that has them."""
         num_truncated = sum(sampling.truncates for sampling in samplings)
         num_penalized = sum(sampling.penalizes for sampling in samplings)
-        self.truncates, self.penalizes, self.limits = num_truncated > 0, num_penalized > 0, limits
         number = max(num_truncated, num_penalized)
+        self.truncates, self.penalizes = (number if few else num_truncated) > 0, num_penalized > 0
         self.has_greedy = number > 0 or not all(sampling.temperature for sampling in samplings)
-        self.most = next((most for most in _MOSTS if number <= most), number)
+        self.limits = limits
+        if few:
+            self.has_greedy = self.limits = self.has_greedy or limits
+        self.most = next((most for most in (0, *ROWS_WITH_STEPS) if number <= most), _MOST_KEPT)
 
 
 class ByRow:
@@ -173,7 +180,8 @@ def _truncated(probs_BTV: Tensor, scaled_BTV: Tensor, top_k: Tensor, top_p: Tens
     least_BT1 = largest_BTS.gather(-1, last_B11.expand(*scaled_BTV.shape[:2], 1))
     probs_BTV = kept(scaled_BTV >= least_BT1, top_k > 0)
     probs_BTS = probs_BTV.gather(-1, ids_BTS)
-    mass_before_BTS = probs_BTS.cumsum(-1, dtype=torch.float64) - probs_BTS
+    del ids_BTS  # they take most of the memory
+    mass_before_BTS = probs_BTS.cumsum(-1, dtype=torch.float64).sub_(probs_BTS)
     num_kept_BT1 = (mass_before_BTS < top_p).sum(-1, keepdim=True).clamp_min(1)
     probs_BTV = kept(scaled_BTV >= largest_BTS.gather(-1, num_kept_BT1 - 1), top_p < 1)
     least_BT1 = min_p.to(probs_BTV.dtype) * probs_BTV.amax(-1, keepdim=True)

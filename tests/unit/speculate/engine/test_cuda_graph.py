@@ -2,16 +2,23 @@
 
 import logging
 from collections.abc import Callable
-from typing import TypeVar
+from dataclasses import replace
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 from weakref import WeakSet
 
 import pytest
 import torch
+from torch import Tensor
 
 from llama_ssp import load
+from llama_ssp.architectures.engine import sets_of_steps
 from llama_ssp.models.runner import Runner
+from llama_ssp.settings.schema import SamplingConfig
 from llama_ssp.speculate.engine import executors
 from llama_ssp.speculate.engine.completion import StopRequest
+from llama_ssp.speculate.engine.executors import Recorder, tensors_of
+from llama_ssp.speculate.engine.loop import Decoder
 from llama_ssp.speculate.engine.state import Request
 from tests.helpers.decoders import complete, make_decoder, outcome, requests
 from tests.helpers.kinds import Make, kinds
@@ -19,6 +26,9 @@ from tests.helpers.lanes import first, heavy
 from tests.helpers.overlapped import overlapped_decoder
 from tests.helpers.recorded import FakeRecorder
 from tests.helpers.rooms import module_of
+
+if TYPE_CHECKING:
+    from llama_ssp.untyped import Values
 
 T = TypeVar("T")
 
@@ -97,8 +107,10 @@ class Living(FakeRecorder):
         self.living: WeakSet[object] = WeakSet()
         self.most = self.num_waited = 0
 
-    def record(self, piece: Callable[[], T]) -> tuple[T, Callable[[], None]]:
-        outputs, replay = super().record(piece)
+    def record(
+        self, piece: Callable[[], T], put: Callable[[T], T] = lambda outputs: outputs
+    ) -> tuple[T, Callable[[], None]]:
+        outputs, replay = super().record(piece, put)
         self.living.add(replay)
         self.most = max(self.most, len(self.living))
         return outputs, replay
@@ -148,15 +160,108 @@ def test_a_stage_that_cannot_be_recorded_is_one_warning_and_goes_on_without(
     assert (recorder.num_replayed > 40) == ("draft" not in stages)
 
 
-def test_a_gpu_that_is_full_ends_the_run(shipped: tuple[Runner, Runner]) -> None:
-    """Without graphs it would be full as well."""
-
+@pytest.mark.seconds
+@pytest.mark.parametrize("full", [["draft"], ["verify"], ["draft", "verify"]], ids=str)
+def test_a_capture_without_memory_costs_its_stage_alone(
+    full: list[str], shipped: tuple[Runner, Runner], caplog: pytest.LogCaptureFixture
+) -> None:
     class Full(FakeRecorder):
-        def record(self, piece: Callable[[], T]) -> tuple[T, Callable[[], None]]:  # noqa: ARG002 - a Recorder's
-            raise torch.OutOfMemoryError("CUDA out of memory")
+        def record(
+            self, piece: Callable[[], T], put: Callable[[T], T] = lambda outputs: outputs
+        ) -> tuple[T, Callable[[], None]]:
+            if cast("Any", piece).func.__name__[1:] in full:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+            return super().record(piece, put)
 
-    with pytest.raises(torch.OutOfMemoryError):
-        complete(make_decoder(*shipped, replay=Full()), requests()[:1])
+    wanted, recorder = [Request(index=0, prompt_ids=(5, 6, 7), max_new_tokens=60)], Full()
+    captured = make_decoder(*shipped, replay=recorder)
+    with caplog.at_level(logging.WARNING):
+        outcomes = [outcome(complete(captured, wanted)) for _ in range(2)]
+    assert outcomes == [outcome(complete(make_decoder(*shipped), wanted))] * 2
+    assert [record.getMessage().partition(" ")[0] for record in caplog.records] == full
+    assert (recorder.num_replayed > 20) == (len(full) == 1)
+
+
+def test_a_gpu_that_is_lost_ends_the_run(shipped: tuple[Runner, Runner]) -> None:
+    class Lost(FakeRecorder):
+        def record(self, *_: object) -> Any:  # noqa: ANN401 - a Recorder's
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        complete(make_decoder(*shipped, replay=Lost()), requests()[:1])
+
+
+MIXTURES: list[list[dict[str, Any]]] = [
+    [{}, {}, {}],
+    [{"temperature": 0.0}, {}, {}],
+    [{"top_p": 0.9}, {}, {}],
+    [{"frequency_penalty": 0.5}, {}, {}],
+    [{"top_k": 5}, {"min_p": 0.1}, {"presence_penalty": 0.5, "temperature": 0.0}],
+    [{"top_p": 0.9, "repetition_penalty": 1.2}, {"top_k": 9}, {"logit_bias": {5: 1.0}}],
+]
+
+
+def mixed(number: int) -> list[Request]:
+    """Three rows with the settings of a mixture; the last one of some takes one drafted token."""
+    return [
+        Request(
+            index=row, prompt_ids=(5, 6, 7 + row), max_new_tokens=20, seed=row, ignores_eos=True,
+            sampling=SamplingConfig(**{"temperature": 1.0} | settings),
+            num_draft_tokens=1 if row == 2 and number % 2 else None,
+        )
+        for row, settings in enumerate(MIXTURES[number])
+    ]  # fmt: skip
+
+
+class Keeping(Living):
+    """Keeps what graphs return, by the number of their values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outputs: list[tuple[Tensor, ...]] = []
+
+    def record(
+        self, piece: Callable[[], T], put: Callable[[T], T] = lambda outputs: outputs
+    ) -> tuple[T, Callable[[], None]]:
+        outputs, replay = super().record(piece, put)
+        self.outputs.append(tensors_of(cast("Values", outputs)))
+        return outputs, replay
+
+
+def by_row(shipped: tuple[Runner, Runner], replay: Recorder | bool, *, num_rows: int = 3) -> Decoder:
+    sampling = SamplingConfig(temperature=1.0, by_row=True)
+    return make_decoder(*shipped, batch_size=num_rows, replay=replay, sampling=sampling)
+
+
+@pytest.mark.seconds
+def test_graphs_of_all_mixtures_of_settings_leave_their_results_in_one_place(shipped: tuple[Runner, Runner]) -> None:
+    """And are few: none, greedy rows, and with penalties or without, of two rows or of all."""
+    recorder, plain = Keeping(), by_row(shipped, replay=False)
+    captured = by_row(shipped, recorder)
+    for number in (*range(len(MIXTURES)), *range(len(MIXTURES))):
+        assert outcome(complete(captured, mixed(number))) == outcome(complete(plain, mixed(number))), number
+    laws = [outputs[2] for outputs in recorder.outputs if len(outputs) > 1]
+    assert 4 <= len(laws) <= sets_of_steps(3)
+    assert len({law.untyped_storage().data_ptr() for law in laws}) == 1
+    assert len({outputs[0].data_ptr() for outputs in recorder.outputs if len(outputs) == 1}) == 1
+
+
+@pytest.mark.seconds
+def test_of_too_many_graphs_of_a_stage_the_one_that_was_replayed_the_longest_time_ago_is_dropped(
+    monkeypatch: pytest.MonkeyPatch, shipped: tuple[Runner, Runner]
+) -> None:
+    monkeypatch.setattr(executors, "MOST_GRAPHS", 2)
+    recorder, plain = Living(), by_row(shipped, replay=False, num_rows=2)
+    captured, num_recorded = by_row(shipped, recorder, num_rows=2), []
+    for number in (0, 1, 0, 2, 0, 1):
+        sampling = mixed(number)[0].sampling
+        wanted = [replace(request, sampling=sampling, num_draft_tokens=None) for request in mixed(0)[:2]]
+        assert outcome(complete(captured, wanted)) == outcome(complete(plain, wanted)), number
+        num_recorded.append(recorder.num_recorded)
+    steps = [after - before for before, after in pairwise([0, *num_recorded])]
+    assert steps == [2, 2, 0, 2, 0, 2], "a third mixture drops the second one, and not the first"
+    assert recorder.most <= 2 * 2
+    assert recorder.num_waited > 0
 
 
 def test_a_wish_to_stop_reaches_a_replayed_round(shipped: tuple[Runner, Runner]) -> None:

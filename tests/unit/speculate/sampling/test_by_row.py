@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from llama_ssp.architectures.engine import sets_of_steps
 from llama_ssp.settings.schema import SamplingConfig, VerificationConfig
 from llama_ssp.speculate.engine import batch_space
 from llama_ssp.speculate.engine.loop import Decoder, Decoding
@@ -99,11 +100,12 @@ def test_settings_of_the_neighbour_are_found_out(monkeypatch: pytest.MonkeyPatch
     [[1], [1, 1, 1], [0, 1, 1], [1, 2, 1, 1, 1], [1, 3, 4, 5, 6], [*range(8)], [7, 6, 5, 1, 1, 1], [2, 3, 1, 1]],
 )
 @pytest.mark.parametrize("num_vacant", [0, 3])
-def test_steps_of_other_rows_change_no_bit(chosen: list[int], num_vacant: int) -> None:
+@pytest.mark.parametrize("few", [False, True], ids=["as needed", "of graphs"])
+def test_steps_of_other_rows_change_no_bit(chosen: list[int], num_vacant: int, few: bool) -> None:
     """In batches of some of these rows, whose steps are as many as they need, with vacant rows before and between."""
     samplings = [MIXED[place] for place in chosen]
     steps = RowSteps()
-    steps.follow(samplings, limits=False)
+    steps.follow(samplings, limits=False, few=few)
     num_rows, vocab_size = len(samplings) + num_vacant, 300
     generator = torch.Generator().manual_seed(3)
     logits_BTV = 3 * torch.randn(num_rows, 3, vocab_size, generator=generator)
@@ -119,6 +121,21 @@ def test_steps_of_other_rows_change_no_bit(chosen: list[int], num_vacant: int) -
     for row, sampling in zip(rows, samplings, strict=True):
         one = Context(*(part[row : row + 1] for part in context))
         assert found_BTV[row].equal(alone(logits_BTV[row : row + 1], one, sampling)[0]), sampling
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 7, 32])
+def test_rounds_that_are_graphs_have_few_sets_of_steps_which_have_all_that_rows_need(num_rows: int) -> None:
+    kinds = [MIXED[1], MIXED[0], MIXED[3], MIXED[5], MIXED[6]]
+    of_graphs = set()
+    for numbers in product(range(num_rows + 1), repeat=2):
+        for other, third, limits in product(kinds, kinds, (False, True)):
+            samplings = [*[other] * numbers[0], *[third] * numbers[1], *[kinds[0]] * num_rows][:num_rows]
+            needed, few = RowSteps(), RowSteps()
+            needed.follow(samplings, limits=limits)
+            few.follow(samplings, limits=limits, few=True)
+            assert all(have >= need for have, need in zip(vars(few).values(), vars(needed).values(), strict=True))
+            of_graphs.add((*list(vars(few).values())[:3], few.limits, min(few.most, num_rows)))
+    assert len(of_graphs) == sets_of_steps(num_rows)
 
 
 def test_a_row_costs_its_neighbours_no_sort_and_no_count_of_their_tokens() -> None:
