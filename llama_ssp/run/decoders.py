@@ -31,6 +31,7 @@ from llama_ssp.settings.drafters import (
     SAME,
     DraftVocabulary,
     cache_of,
+    draft_name,
     drafter_of,
     drafts,
     is_certain,
@@ -41,6 +42,7 @@ from llama_ssp.settings.layout import Layout, lay_out
 from llama_ssp.settings.rules import AT_ZERO
 from llama_ssp.settings.schema import DeviceKind, DrafterConfig, RunConfig
 from llama_ssp.settings.tasks import task_of
+from llama_ssp.speculate.drafters.drafter import Drafter
 from llama_ssp.speculate.drafters.limited import DraftLimit
 from llama_ssp.speculate.drafters.maker import make_drafters, tree_of
 from llama_ssp.speculate.drafters.shared import AheadDrafter, BatchSplit
@@ -379,6 +381,7 @@ def build_decoder(
             config, mesh=mesh, target=models.target, runner=models.draft, split=split,
             taps=taps, prepared=models.prepared, shard=of_draft, steps=steps,
         )  # fmt: skip
+        _check_bits(drafters[0], models, config)
     if lengths := config.speculation.forced_lengths if speculative else []:
         _log.info("not lossless: speculation.forced_lengths=%s says what rounds accept", lengths)
     verifier = Verifier(
@@ -415,6 +418,18 @@ def build_decoder(
         if has_masks
         else None,
     )
+
+
+def _check_bits(drafter: Drafter, models: Models, config: RunConfig) -> None:
+    """Raise ConfigError, on all ranks, for `reproducible=true` and a law in whose bits other tokens have a part."""
+    if not (config.reproducible and reads_draft_probs(config)) or drafter_of(config.draft).is_certain:
+        return
+    if any(models.mesh.replica.gather_text("" if getattr(drafter, "is_invariant", False) else "varies")):
+        raise ConfigError(
+            f"{said('reproducible', True)} needs a draft whose probabilities have the same bits beside any tokens, and "
+            f"draft={draft_name(config.draft)} with these settings does not say so: use {said('sampling', 'greedy')} "
+            f"or {said('verification', 'coupled')}, which do not read them, or another draft"
+        )
 
 
 def run_settings(models: Models, config: RunConfig, stop_request: StopRequest) -> RunSettings:

@@ -161,6 +161,11 @@ class LeanRunner(CachedRunner):
             self._varlen = ours or self._varlen
 
     @property
+    def places_are_invariant(self) -> bool:
+        """Whether it is invariant with `TreePlaces` too: by the operator, and not by torch's attention with masks."""
+        return self.is_invariant and self._compiled is not None
+
+    @property
     def num_layers(self) -> int:
         """Number of its layers."""
         return len(self._layers)

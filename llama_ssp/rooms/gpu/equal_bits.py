@@ -10,7 +10,7 @@ from llama_ssp.architectures.family import record_of
 from llama_ssp.catalogue import ModelConfig
 from llama_ssp.planning.model import DTYPE_BYTES, number_format
 from llama_ssp.settings.combinations import Ability, on_gpus
-from llama_ssp.settings.drafters import reads_draft_probs
+from llama_ssp.settings.drafters import reads_draft_probs, sees_window
 from llama_ssp.settings.schema import RunConfig
 from llama_ssp.storage.formats import FORMATS, few_rows_bytes
 from llama_ssp.words import key_of, said
@@ -32,6 +32,11 @@ def lacking(config: RunConfig) -> str | None:
 def _of_rounds(config: RunConfig, *, has_head: bool) -> Iterator[str]:
     if config.speculation.tree:
         yield f"chains on a GPU, since torch's kernels attend to trees there: leave {key_of('speculation.tree')} out"
+    if reads_draft_probs(config) and sees_window(config.draft):
+        yield (
+            "a rule without the draft's probabilities on a GPU, since torch's kernels attend to windows there: leave "
+            f"{key_of('draft.window')} out, or use {said('sampling', 'greedy')} or {said('verification', 'coupled')}"
+        )
     if config.sampling.by_row:
         yield "one setting for all rows on a GPU, since requests are drawn by sums of torch there: leave it out"
     if config.sampling.temperature > 0 and config.sampling.truncates:

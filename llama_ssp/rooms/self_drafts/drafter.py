@@ -42,6 +42,8 @@ class _Part:
         self.device, self.vocab_size = target.device, target.vocab_size
         self.repeats_operators = target.repeats_operators and (copied is None or copied.repeats_operators)
         self.reads_by_length = target.reads_by_length
+        self.is_invariant = target.is_invariant and (copied is None or copied.is_invariant)
+        self.places_are_invariant = self.is_invariant and getattr(target, "places_are_invariant", False)
         self.is_recurrent = False
 
     @property
@@ -74,7 +76,7 @@ class _Window(_Part, OwnBuckets):
     ) -> None:
         super().__init__(target, numbers, copied)
         self._num_kept, self._num_slots = sinks + window, whole_steps(sinks + window + most_nodes)
-        self.reads_by_length, self._num_caches = True, 0
+        self.reads_by_length, self._num_caches, self.is_invariant = True, 0, self.places_are_invariant
         self._cache: StaticCache | None = None
         slots_C = torch.arange(self._num_kept, device=target.device)
         self._slots_C, self._moves_C = slots_C, (slots_C >= sinks).long()

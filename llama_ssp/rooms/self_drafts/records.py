@@ -147,6 +147,7 @@ SELF = DrafterRecord(
     name=KIND, make="llama_ssp.rooms.self_drafts.drafter:SelfDrafter", config=SelfConfig, draws=True, reads_target=True,
     alone=lambda draft: replace(draft, restores=True), has_trees=True, ranges=_RANGES, problems=_problems,
     terms=_terms, copies=_copies, step_name="draft by the target's own layers",
+    sees_window=lambda draft: draft.window is not None,
 )  # fmt: skip
 # After advice on choices: it names other ways.
 LENGTHS = Adviser(name="lengths", order=3, notes="llama_ssp.rooms.self_drafts.lengths:notes")

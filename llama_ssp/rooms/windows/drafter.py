@@ -50,7 +50,8 @@ class Windowed(OwnBuckets):
     def __init__(self, runner: Any, *, sinks: int, window: int, most_nodes: int) -> None:  # noqa: ANN401 - or a head
         self._runner, self._sinks, self.num_kept = runner, sinks, sinks + window
         self._num_slots = window_slots(self.num_kept, most_nodes)
-        self.device, self.vocab_size, self.is_invariant = runner.device, runner.vocab_size, runner.is_invariant
+        self.device, self.vocab_size = runner.device, runner.vocab_size
+        self.is_invariant = self.places_are_invariant = bool(getattr(runner, "places_are_invariant", False))
         self.repeats_operators = runner.repeats_operators
         self._num_tables = self._batch_size = 0
         self._layers = range(runner.num_layers)

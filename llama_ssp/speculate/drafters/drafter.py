@@ -70,6 +70,9 @@ class Drafter(Protocol):
         num_draft_tokens: the most tokens that a round drafts.
         repeats_operators: with the same shapes, `propose` calls the same operators on tensors that this object holds.
         reads_by_length: `propose` ignores the bucket; see `Runner`.
+
+    One that draws, for runs with `reproducible=true`, says that it `is_invariant`: the bits of a row's law depend on no
+    other tokens that are read at once. Without the attribute it is not.
     """
 
     num_draft_tokens: int
@@ -157,6 +160,11 @@ class StepwiseDrafter:
         self._batch_size = 0
         if parts.tree:
             self._tree_tables = TreeTables(parts.tree.num_drafted, runner.device)
+
+    @property
+    def is_invariant(self) -> bool:
+        """See `Drafter`."""
+        return bool(getattr(self.runner, "places_are_invariant" if self._tree else "is_invariant", False))
 
     @property
     def num_allocations(self) -> int:

@@ -93,6 +93,11 @@ class _SharedDrafter:
         self._ends_early = parts.config.ends_early
 
     @property
+    def is_invariant(self) -> bool:
+        """See `Drafter`."""
+        return self._inner is None or bool(getattr(self._inner, "is_invariant", False))
+
+    @property
     def num_allocations(self) -> int:
         """See `Drafter`."""
         return self._inner.num_allocations if self._inner else 0

@@ -30,11 +30,15 @@ REFUSED = {
     "sampling.temperature=0.7 sampling.top_p=0.9": "draws from all tokens on a GPU",
     "draft=tiny-eagle sampling.temperature=0.7": "a rule without the head's probabilities on a GPU",
     "draft.model.dtype=fp32 sampling.temperature=0.7": "draft.model.dtype=bf16",
+    "draft.window=16 sampling.temperature=0.8": "torch's kernels attend to windows there: leave draft.window out",
+    "draft=self draft.window=16 sampling.temperature=0.8": "torch's kernels attend to windows there",
 }
 RIGHT = [
     "model.dtype=bf16 draft.model.dtype=bf16", "draft=tiny-eagle sampling=greedy",
     "draft=tiny-eagle verification=coupled", "draft=none model.quantization=int4_weight_only",
-    "draft.model.dtype=fp32 sampling=greedy", "sampling=greedy sampling.top_p=0.9",
+    "draft.model.dtype=fp32 sampling=greedy", "sampling=greedy sampling.top_p=0.9", "draft.window=16 sampling=greedy",
+    "draft=self draft.window=16 verification=coupled", "draft=self draft.layers=1 sampling.temperature=0.8",
+    "draft=ngram sampling.temperature=0.8",
 ]  # fmt: skip
 
 
@@ -42,16 +46,23 @@ def config(words: str) -> RunConfig:
     return config_of(["reproducible=true", "device=cuda", "model.dtype=bf16", *words.split()])
 
 
+def _need(words: str) -> None:
+    rooms = {"nf4": "bitsandbytes", "draft=self": "self_drafts", "draft.window": "windows", "draft=ngram": "copies"}
+    for word, room in rooms.items():
+        if word in words:
+            need(room)
+
+
 @pytest.mark.parametrize(("words", "sentence"), REFUSED.items())
 def test_settings_that_are_in_the_way_on_a_gpu_are_named(words: str, sentence: str) -> None:
-    if "nf4" in words:
-        need("bitsandbytes")
+    _need(words)
     with pytest.raises(ConfigError, match=f"^reproducible=true needs .*{sentence}"):
         check_values(config(words))
 
 
 @pytest.mark.parametrize("words", RIGHT)
 def test_other_runs_on_a_gpu_are_not_refused(words: str) -> None:
+    _need(words)
     check_values(config(words))
 
 
