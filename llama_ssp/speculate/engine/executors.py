@@ -167,7 +167,8 @@ class GraphExecutor(Executor):
         except RuntimeError as error:
             if is_lost(error):
                 raise
-            reason = str(error).strip().partition("\n")[0] or type(error).__name__
+            is_full = isinstance(error, torch.OutOfMemoryError)  # torch's own sentences are many
+            reason = "out of memory" if is_full else str(error).strip().partition("\n")[0] or type(error).__name__
         if stage.comm:
             reason = next(filter(None, stage.comm.gather_text(reason)), "")
         if not reason:
