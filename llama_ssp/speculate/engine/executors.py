@@ -220,6 +220,7 @@ class GraphExecutor(Executor):
     def _place(self, stage: Stage, number: int, result: Tensor, *, stays: bool = False) -> Tensor:
         """Where a result of a stage belongs: the beginning of its largest one, which may itself stay where it is."""
         key = stage.name, number, result.dtype
+        stays = stays and result.data_ptr() not in {place.data_ptr() for place in self._places.values()}
         if key not in self._places or self._places[key].numel() < result.numel():
             self._places[key] = (result.contiguous() if stays else torch.empty_like(result)).flatten()
         return self._places[key][: result.numel()].view(result.shape)
