@@ -27,7 +27,7 @@ _NAME, _CHOICES, _ID_LENGTH = re.compile(r"[A-Za-z0-9_-]{1,64}"), ("auto", "none
 _SPACING = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
 """Arguments stand as templates write them."""
 _DECODER = json.JSONDecoder()
-_QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
+_QUOTED = re.compile(r'(?:[^"\\]++|\\.)*+', re.DOTALL)
 
 
 class Form(NamedTuple):
@@ -225,69 +225,133 @@ class CallReader:
     """Divides the text of an answer, while it arrives, into text for the user and calls.
 
     A call is one once it is whole, and names a tool of the request; anything else is text. White space beside calls is
-    left out.
+    left out. Each character is looked at once as it arrives, and once more when the call is read that it belongs to.
+    What is open at the end of an answer is read once more.
     """
 
     def __init__(self, tools: Tools) -> None:
         self._form, self._names = tools.form, tools.names
-        self._held, self._has_text, self._has_calls = "", False, False
+        self._between = re.compile(rf"(?:{re.escape(tools.form.mark)}|[ \n\r\t,;\[\]])*+")
+        self._ends = re.compile(f'"|{re.escape(tools.form.end)}')
+        # Text that has not been shown: white space before what may be a call, the open call, and what may begin a mark.
+        self._spaces, self._block, self._rest = list[str](), list[str](), ""
+        self._is_quoted = self._has_text = self._has_calls = False
+        self._shown, self._calls = list[str](), list[Call]()
 
     def push(self, text: str, *, is_over: bool = False) -> tuple[str, list[Call]]:
         """Take text; returns text and calls that are known now."""
-        self._held += text
-        shown, calls = "", list[Call]()
-        while (place := self._begin()) is not None:
-            if not (end := self._end(place, is_over=is_over)):
-                return shown + self._show(place), calls
-            found, rest = self._read(self._held[place:end])
-            shown += self._show(place if found else end)
-            if found:
-                calls, self._held, self._has_calls = [*calls, *found], rest + self._held[end - place :], True
-        shown += self._show(len(self._held) - (0 if is_over else self._num_kept()))
-        return shown.rstrip() if is_over and self._has_calls else shown, calls
+        self._shown, self._calls = [], []
+        self._scan(text)
+        if not is_over:
+            return "".join(self._shown), self._calls
+        if self._block:
+            self._finish("".join([*self._block, self._rest]))
+        else:
+            self._show(self._rest)
+        shown = "".join([*self._shown, *self._spaces])
+        return shown.rstrip() if self._has_calls else shown, self._calls
 
-    def _begin(self) -> int | None:
-        """The place where a call may begin in the held text; None if there is none."""
-        if self._form.is_bare and not self._has_text and self._held.lstrip().startswith("{"):
-            return 0
-        place = self._held.find(self._form.mark)
-        return None if place < 0 else len(self._held[:place].rstrip())
+    def _scan(self, text: str) -> None:
+        """Read text, but for what at its end may begin a mark."""
+        text, at, self._rest = self._rest + text, 0, ""
+        while at < len(text):
+            at = self._go_on(text, at) if self._block else self._begin(text, at)
 
-    def _end(self, begin: int, *, is_over: bool) -> int:
-        """The place where the call ends that begins there, 0 if not known yet: arguments may quote what ends a call."""
-        mark, held = self._form.end, self._held[begin:]
-        ends = [found.end() for found in re.finditer(re.escape(mark), held)] if mark else []
-        unquoted = (end for end in ends if '"' not in _QUOTED.sub("", held[: end - len(mark)]))
-        if end := next(unquoted, ends[0] if ends and is_over else 0):
-            return begin + end
-        return len(self._held) * is_over
+    def _begin(self, text: str, at: int) -> int:
+        """Show text up to the place where a call may begin, and return that; the end if there is none."""
+        mark = self._form.mark
+        place = text.find(mark, at)
+        if self._form.is_bare and not self._has_text and text[at : place if place >= 0 else None].lstrip()[:1] == "{":
+            mark, place = "{", text.index("{", at)
+        end = place if place >= 0 else len(text) - _num_begun(text, mark, at)
+        self._show(text[at:end])
+        if place < 0:
+            self._rest = text[end:]
+            return len(text)
+        self._block = [mark]
+        return place + len(mark)
 
-    def _show(self, number: int) -> str:
-        """Take the first characters of the text that is held."""
-        shown, self._held = self._held[:number], self._held[number:]
-        self._has_text = self._has_text or bool(shown.strip())
-        return shown
+    def _go_on(self, text: str, at: int) -> int:
+        """Add text to the open call, and return the place where that ends: arguments may quote what ends a call."""
+        mark, end = self._form.end, at if self._form.end else len(text)
+        while end < len(text):
+            if self._is_quoted:
+                found = _QUOTED.match(text, end)
+                end = found.end() if found else end
+                if text[end : end + 1] != '"':
+                    break
+                self._is_quoted, end = False, end + 1
+            if not (found := self._ends.search(text, end)):
+                end = len(text) - _num_begun(text, mark, end)
+                break
+            end, self._is_quoted = found.end(), found[0] == '"'
+            if not self._is_quoted:
+                self._close("".join([*self._block, text[at:end]]))
+                return end
+        self._block.append(text[at:end])
+        self._rest = text[end:]
+        return len(text)
 
-    def _num_kept(self) -> int:
-        """The characters at the end that could belong to a call, or to the white space before one."""
-        mark, held = self._form.mark, self._held
-        begun = next((number for number in range(len(mark) - 1, 0, -1) if held.endswith(mark[:number])), 0)
-        return len(held) - len(held[: len(held) - begun].rstrip())
+    def _close(self, block: str) -> None:
+        """End the open call, which is text if it is none."""
+        self._block = []
+        calls, end = self._read(block, 0)
+        if calls and end + len(self._form.end) == len(block):
+            self._add(calls)
+        else:
+            self._show(block)
 
-    def _read(self, block: str) -> tuple[list[Call], str]:
-        """The calls that a block begins with, and its rest; none of a block with an end if it has a rest."""
-        body, calls = block.strip().removeprefix(self._form.mark).removesuffix(self._form.end or "\0"), list[Call]()
+    def _finish(self, block: str) -> None:
+        """Read an open call where the answer ends, and what follows it: an odd quote may have hidden its end."""
+        mark, at = self._form.end, 0
+        while at < len(block):
+            calls, end = self._read(block, at)
+            if calls and (end == len(block) or block.startswith(mark, end)):
+                self._add(calls)
+                end += len(mark)
+            else:
+                place = block.find(mark, at) if mark else -1
+                end = place + len(mark) if place >= 0 else len(block)
+                self._show(block[at:end])
+            found = block.find(self._form.mark, end)
+            at = found if found >= 0 else len(block)
+            self._show(block[end:at])
+
+    def _add(self, calls: list[Call]) -> None:
+        self._calls += calls
+        self._spaces, self._has_calls = [], True
+
+    def _show(self, text: str) -> None:
+        """Show text, but for white space at its end."""
+        if shown := text.rstrip():
+            self._shown += [*self._spaces, shown]
+            self._spaces, self._has_text = [], True
+        self._spaces.append(text[len(shown) :])
+
+    def _read(self, text: str, at: int) -> tuple[list[Call], int]:
+        """The calls that stand one after another from a place on, and the place after them."""
+        calls, at = list[Call](), self._after(text, at)
         try:
-            while body := body.lstrip(" \n\r\t,;[]"):
-                one, end = _DECODER.raw_decode(body)
+            while at < len(text):
+                one, end = _DECODER.raw_decode(text, at)
                 if one["name"] not in self._names:
                     break
                 arguments = json.dumps(_object(one[self._form.key]), ensure_ascii=False, allow_nan=False)
                 calls.append(Call(one["name"], arguments, secrets.token_hex(_ID_LENGTH)[:_ID_LENGTH]))
-                body = body[end:]
+                at = self._after(text, end)
         except (KeyError, TypeError, ValueError, RecursionError):
             pass
-        return ([], "") if body and self._form.end else (calls, body)
+        return calls, at
+
+    def _after(self, text: str, at: int) -> int:
+        """The place after what may stand between calls."""
+        found = self._between.match(text, at)
+        return found.end() if found else at
+
+
+def _num_begun(text: str, mark: str, at: int) -> int:
+    """The characters at the end of a text, after a place, that may begin a mark."""
+    return next((number for number in range(len(mark) - 1, 0, -1) if text.endswith(mark[:number], at)), 0)
 
 
 class MarkedText(IncrementalText):

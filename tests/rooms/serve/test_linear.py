@@ -1,0 +1,49 @@
+"""What follows a text piece by piece takes steps in proportion to the text: ten times longer, ten times as many."""
+
+import re
+from types import SimpleNamespace
+
+import pytest
+
+from llama_ssp.rooms.serve import tools
+from llama_ssp.rooms.serve.tools import CallReader
+from tests.helpers.steps import Steps
+
+CALL = '{"name": "weather", "arguments": {"city": "Rom"}}'
+CALLS = {
+    "ends": ("hermes", "", "</tool_call>"), "quoted ends": ("hermes", '<tool_call>{"a": "', "</tool_call>"),
+    "marks": ("hermes", "", "<tool_call>"), "odd quotes": ("hermes", "", '<tool_call>{"\\"</tool_call>'),
+    "calls": ("hermes", "", f"<tool_call>{CALL}</tool_call>"), "white space": ("hermes", "", " \n"),
+    "brackets": ("hermes", "", "<tool_call>["), "backslashes": ("hermes", '<tool_call>"', "\\"),
+    "a list of calls": ("mistral", "[TOOL_CALLS][", f"{CALL}, "), "marks of lists": ("mistral", "", "[TOOL_CALLS]"),
+    "calls and text": ("mistral", "", f"[TOOL_CALLS]{CALL} so "), "objects": ("llama", "", "{"),
+    "white space before objects": ("llama", "", " "), "tags": ("llama", "", "<|python_tag|>"),
+    "calls with ;": ("llama", "", CALL.replace("arguments", "parameters") + "; "),
+}  # fmt: skip
+FORMS = {"hermes": tools._HERMES, "mistral": tools._MISTRAL, "llama": tools._LLAMA}
+
+
+def check_linear(few: Steps, many: Steps) -> None:
+    assert few.total > 100
+    assert many.total < 15 * few.total
+
+
+@pytest.mark.parametrize("kind", list(CALLS))
+def test_calls_are_read_in_steps_that_grow_with_the_text(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    name, begin, again = CALLS[kind]
+
+    def steps_of(number: int) -> Steps:
+        steps = Steps()
+        compiled = lambda *given: steps.pattern(re.compile(*given))  # noqa: E731 - as `re` has it
+        monkeypatch.setattr(tools, "re", SimpleNamespace(**{**vars(re), "compile": compiled}))
+        monkeypatch.setattr(tools, "_QUOTED", steps.pattern(re.compile(r'(?:[^"\\]++|\\.)*+', re.DOTALL)))
+        monkeypatch.setattr(tools, "_DECODER", steps)
+        reader = CallReader(SimpleNamespace(form=FORMS[name], names={"weather"}))  # type: ignore[arg-type]
+        text = begin + again * number
+        with steps.counting():
+            for place in range(0, len(text), 5):
+                reader.push(steps.text(text[place : place + 5]))
+            reader.push(steps.text(""), is_over=True)
+        return steps
+
+    check_linear(steps_of(20), steps_of(200))
