@@ -50,9 +50,10 @@ from llama_ssp.speculate.engine.completion import StopRequest
 from llama_ssp.speculate.engine.executors import make_executor
 from llama_ssp.speculate.engine.held import Reuse
 from llama_ssp.speculate.engine.loop import Decoder, RunSettings
-from llama_ssp.speculate.engine.masks import constraint_of
+from llama_ssp.speculate.engine.masks import Constraint, constraint_of
 from llama_ssp.speculate.engine.overlap import OverlappedRound
 from llama_ssp.speculate.engine.round import Round
+from llama_ssp.speculate.engine.state import Request
 from llama_ssp.speculate.engine.text import StopStrings
 from llama_ssp.speculate.engine.verifier import Verifier
 from llama_ssp.speculate.sampling.by_row import RowSteps
@@ -400,6 +401,10 @@ def build_decoder(
         )  # fmt: skip
     vocabulary = models.request_maker.vocabulary
     constraint_of(config.sampling, vocabulary)  # refused before any text begins
+
+    def constrain(request: Request) -> Constraint | None:
+        return request.begin() if request.begin else constraint_of(request.sampling or config.sampling, vocabulary)
+
     captures = config.cuda_graphs and not backend_of(config.placement.target.kind).by_library
     # Nothing may fix the number of threads: the user, other ranks that wait, or bits that depend on it.
     is_free = mesh.replica.size == 1 and not has_own_threads(mesh.world.size) and models.reuse.are_invariant
@@ -414,9 +419,7 @@ def build_decoder(
         eos_ids=() if config.ignore_eos else models.eos_ids,
         reuse=replace(models.reuse, num_spare=config.spare_rows, num_tapped=num_tapped),
         threads=operators.made("threads", device.type, torch.get_num_threads()) if is_free else None,
-        constrain=(lambda request: constraint_of(request.sampling or config.sampling, vocabulary))
-        if has_masks
-        else None,
+        constrain=constrain if has_masks else None,
     )
 
 

@@ -12,13 +12,14 @@ class ConstraintRecord:
 
     Attributes:
         is_asked: whether a `SamplingConfig` has one of this kind.
-        begin: `module:function` that gets the sampling and the vocabulary, and returns the
-            `speculate.engine.masks.Constraint` of a new text; ConfigError refuses what is asked for.
+        prepare: `module:function` that gets the sampling and the vocabulary, and returns what begins the
+            `speculate.engine.masks.Constraint` of a new text; ConfigError refuses what is asked for. It may take
+            seconds, and what it returns may not.
     """
 
     name: str
     is_asked: Callable[[object], object]
-    begin: str
+    prepare: str
 
 
 CONSTRAINTS: Registry[ConstraintRecord] = Registry(setting="sampling", kind=ConstraintRecord)

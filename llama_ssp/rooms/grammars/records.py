@@ -151,7 +151,8 @@ def _problems(config: RunConfig) -> Iterator[str | NoEffect]:
     if not find_spec("llguidance"):
         yield f"{key_of(keys[0])} needs llguidance: {installing('grammars')}"
         return
-    if reason := refusal_of(config.sampling):
+    # Of requests it is asked when their grammar is made, apart from what waits for no grammar.
+    if not config.sampling.by_row and (reason := refusal_of(config.sampling)):
         yield reason
     yield NoEffect("ignore_eos", f"with {keys[0]}, at whose end the text ends")
     task = task_of(config)
@@ -159,7 +160,7 @@ def _problems(config: RunConfig) -> Iterator[str | NoEffect]:
         yield f"{key_of(keys[0])} needs texts that are kept: use task=generate or task=compare"
 
 
-GRAMMAR = ConstraintRecord(name="grammar", is_asked=has_grammar, begin="llama_ssp.rooms.grammars.text:begin")
+GRAMMAR = ConstraintRecord(name="grammar", is_asked=has_grammar, prepare="llama_ssp.rooms.grammars.text:prepare")
 SETTINGS = MoreSettings(
     name="grammars", config=GrammarSampling, after="min_new_tokens",
     paths=("sampling.json_schema", "sampling.regex", "sampling.grammar"),

@@ -30,10 +30,11 @@ from llama_ssp.rooms.serve.access import Access, Connection, Json, WithKey, clie
 from llama_ssp.rooms.serve.inbox import Inbox, Part, RequestError
 from llama_ssp.rooms.serve.metrics import GONE, Metrics
 from llama_ssp.rooms.serve.protocol import Answer, Asked, BodyReader
-from llama_ssp.rooms.serve.records import ServeConfig, length_of
+from llama_ssp.rooms.serve.records import ServeConfig, ServeTimeouts, length_of
 from llama_ssp.rooms.serve.responses import Response as ResponseOf
 from llama_ssp.rooms.serve.responses import as_chat
 from llama_ssp.rooms.serve.service import Service, check_layout
+from llama_ssp.rooms.serve.structures import Structures
 from llama_ssp.run.requests import PromptRequest
 from llama_ssp.run.session import Session
 
@@ -43,6 +44,8 @@ _OWN_ALONE = {"content-security-policy": "default-src 'self'; frame-ancestors 'n
 _OPEN = {"/health", "/favicon.ico", "/", *(f"/{name}" for name in _PAGE)}
 """Paths that need no key."""
 _MOST_BYTES, _READ_S, _CLOSE_S, _MOST_OPEN = 8 << 20, 30.0, 5.0, 1024
+_MOST_STRUCTURES = 64
+"""Structures of texts that are prepared or wait for it; further ones are refused."""
 _MOST_KEPT = 32
 """Parts of an answer that HTTP's thread takes at a time if the client sees them only at the end."""
 
@@ -76,7 +79,8 @@ class Front:
         self._task, self._inbox = cast("ServeConfig", config.task), inbox
         maker, length = session.models.request_maker, length_of(config, session.models.context)
         self._reader = BodyReader(config, maker, length=length, eos_ids=session.models.eos_ids)
-        self._metrics = Metrics(session, inbox)
+        self._metrics, self._structures = Metrics(session, inbox), Structures(_MOST_STRUCTURES)
+        self._structure_s = cast("ServeTimeouts", config.timeouts).structure_s
         self._socket, self._created = _listen(self._task), int(time.time())
         allowed = [self._task.allow_origin] if self._task.allow_origin else []
         cors = Middleware(CORSMiddleware, allow_origins=allowed, allow_methods=["*"], allow_headers=["*"])
@@ -126,6 +130,7 @@ class Front:
             self._inbox.give_up()
         self._server.should_exit = True
         self._thread.join(2 * _CLOSE_S)
+        self._structures.close()
         self._socket.close()
 
     async def _close_idle(self) -> None:
@@ -184,16 +189,31 @@ class Front:
         arrived_s = time.monotonic()
         body = await _body_of(request)
         chat = as_chat(body)
-        asked = await asyncio.to_thread(self._reader.read, chat, is_chat=True)
+        asked = await self._read(chat, is_chat=True)
         response = ResponseOf(asked, cast("dict[str, Any]", body))
         return await self._answer(request, asked, arrived_s, whole=response.whole, events=response.events)
 
     async def _complete(self, request: Request, *, is_chat: bool) -> Response:
         arrived_s = time.monotonic()
         body = await _body_of(request)
-        # Encoding takes time, during which other answers go on.
-        asked = await asyncio.to_thread(self._reader.read, body, is_chat=is_chat)
+        asked = await self._read(body, is_chat=is_chat)
         return await self._answer(request, asked, arrived_s, whole=asked.whole, events=partial(_events, asked))
+
+    async def _read(self, body: object, *, is_chat: bool) -> Asked:
+        """Read a body while other answers go on: encoding and structures take time."""
+        asked = await asyncio.to_thread(self._reader.read_fields, body, is_chat=is_chat)
+        if asked.structure:
+            limit_s, sampling = self._structure_s, asked.completions[0].sampling
+            preparing = self._structures.submit(sampling, partial(self._reader.prepare, asked))
+            try:
+                await asyncio.wait_for(asyncio.wrap_future(preparing), limit_s)
+            except TimeoutError:
+                if preparing.cancelled():
+                    reason = "structures of other texts are being prepared: ask again"
+                    raise RequestError(reason, status=429, code="rate_limit_exceeded") from None
+                reason = f"{asked.structure[0]} takes more than {limit_s:g} s to prepare (timeouts.structure_s)"
+                raise RequestError(f"{reason}: make it smaller", param=asked.structure[0]) from None
+        return asked
 
     async def _answer(
         self, request: Request, asked: Asked, arrived_s: float, *, whole: Callable[[], object],

@@ -41,12 +41,12 @@ class ServedRequest(Request):
         return ScoredText(ids=(*self.prompt_ids, *new_ids), num_given=num_given)
 
     def as_json(self) -> dict[str, Any]:
-        """Its fields as JSON holds them: biases as pairs, since keys would become texts."""
+        """Its fields as JSON holds them, unprepared: biases as pairs, since keys would become texts."""
         sampling, default = self.sampling or SamplingConfig(), whole(SamplingConfig)()
         changed = {name: value for name, value in vars(sampling).items() if value != getattr(default, name)}
         changed["logit_bias"] = [*sampling.logit_bias.items()]
         given = {each.name: getattr(self, each.name) for each in fields(self)}
-        return given | {"sampling": changed, "stops": self.stops and self.stops.texts}
+        return given | {"sampling": changed, "stops": self.stops and self.stops.texts, "begin": None}
 
     @classmethod
     def from_json(cls, given: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> "ServedRequest":

@@ -29,7 +29,7 @@ from llama_ssp.settings.constraints import constraint_asked
 from llama_ssp.settings.drafters import drafts
 from llama_ssp.settings.schema import MOST_BIASES, RunConfig, SamplingConfig
 from llama_ssp.settings.tasks import SERVED_FIELDS
-from llama_ssp.speculate.engine.masks import constraint_of
+from llama_ssp.speculate.engine.masks import prepare_constraint
 from llama_ssp.speculate.engine.state import count_equal_before
 from llama_ssp.speculate.engine.text import IncrementalText, StopStrings
 from llama_ssp.speculate.sampling.by_row import MOST_ENDS
@@ -86,12 +86,14 @@ class Asked:
     Attributes:
         completions: `num_samples` for each prompt.
         answers: one of each completion.
+        structure: the field that asks for a structure of the text, and what stands before the reason of its refusal.
     """
 
     def __init__(
         self, given: Mapping[str, Any], completions: list[ServedRequest], tokenizer: PreTrainedTokenizerBase, *,
-        is_chat: bool, model: str, tools: Tools | None = None,
+        is_chat: bool, model: str, tools: Tools | None = None, structure: tuple[str, str] | None = None,
     ) -> None:  # fmt: skip
+        self.structure = structure
         self.completions, self.num_samples = completions, given.get("n", 1)
         self.streams: bool = given.get("stream", False)
         options = given.get("stream_options", {})
@@ -171,7 +173,24 @@ class BodyReader:
         self._most_bytes = length * max(len(token.encode()) for token in maker.tokenizer.get_vocab())
 
     def read(self, body: object, *, is_chat: bool) -> Asked:
-        """Read a body; raises RequestError that names a field."""
+        """Read a body, and prepare the structure of its text; raises RequestError that names a field."""
+        asked = self.read_fields(body, is_chat=is_chat)
+        self.prepare(asked)
+        return asked
+
+    def prepare(self, asked: Asked) -> None:
+        """Prepare the structure of a text, which may take seconds; raises RequestError that names a field."""
+        sampling = asked.completions[0].sampling
+        if asked.structure and sampling:
+            try:
+                with in_library_words():
+                    prepare_constraint(sampling, self._maker.vocabulary)
+            except ConfigError as error:
+                param, lead = asked.structure
+                raise RequestError(f"{lead}{error}", param=param) from None
+
+    def read_fields(self, body: object, *, is_chat: bool) -> Asked:
+        """Read a body, without preparing the structure of its text; raises RequestError that names a field."""
         more = {field.name: field.kind for field in SERVED_FIELDS.all().values()}
         given = self._given(body, more | (_OF_CHATS if is_chat else _OF_TEXTS))
         if given.get("stream_options") and not given.get("stream"):
@@ -189,13 +208,16 @@ class BodyReader:
             stop_ids=self._stop_ids(given), shows_stop=given.get("include_stop_str_in_output", False),
             num_draft_tokens=self._most_drafted(given),
         )  # fmt: skip
+        structure: tuple[str, str] | None = None
         for name in SERVED_FIELDS.all().keys() & given.keys():
             try:
                 first = self._with_field(name, given[name], first)
             except ConfigError as error:
                 raise RequestError(str(error), param=name) from None
+            if first.sampling and constraint_asked(first.sampling):
+                structure = structure or (name, "")
         if tools:
-            first = self._with_calls(tools, first)
+            first, structure = self._with_calls(tools, first)
         least = given.get("min_tokens", 0)
         if least and first.sampling:
             ends = (*(() if first.ignores_eos else self._eos_ids), *first.stop_ids)
@@ -208,7 +230,7 @@ class BodyReader:
         ]
         return Asked(
             given, completions, self._maker.tokenizer, is_chat=is_chat, model=given.get("model", self.names[0]),
-            tools=tools,
+            tools=tools, structure=structure,
         )  # fmt: skip
 
     def tokenize(self, body: object) -> dict[str, object]:
@@ -282,21 +304,21 @@ class BodyReader:
         if found.sampling and found.sampling is not request.sampling:
             with in_library_words():
                 check_values(replace(self._config, sampling=replace(found.sampling, by_row=True)))
-                constraint_of(found.sampling, self._maker.vocabulary)
         return found
 
-    def _with_calls(self, tools: Tools, request: ServedRequest) -> ServedRequest:
-        """The request whose answer calls these tools as it must; raises RequestError."""
+    def _with_calls(self, tools: Tools, request: ServedRequest) -> tuple[ServedRequest, tuple[str, str] | None]:
+        """The request whose answer calls these tools as it must, and its `structure`; raises RequestError."""
         if request.sampling and constraint_asked(request.sampling):
             raise RequestError("tools and another structure of the text exclude each other: give one", param="tools")
         if not tools.grammar:
-            return request
+            return request, None
         if missing := absent("setting", "sampling.grammar"):
             raise RequestError(f"answers that must call tools: {missing}", param="tools")
+        lead = "the parameters of these tools make no grammar: "
         try:
-            return self._with_field("guided_grammar", tools.grammar, request)
+            return self._with_field("guided_grammar", tools.grammar, request), ("tools", lead)
         except ConfigError as error:
-            raise RequestError(f"the parameters of these tools make no grammar: {error}", param="tools") from None
+            raise RequestError(f"{lead}{error}", param="tools") from None
 
     def _sampling(self, given: Mapping[str, Any]) -> SamplingConfig:
         asked = {name: given[name] for name in _SAMPLING if name in given}

@@ -34,6 +34,9 @@ class ServeTimeouts(TimeoutConfig):
     """Timeouts of a run, with the time to drain requests."""
 
     drain_s: float = setting(30.0, "of task=serve and batch files: for what runs when a signal ends them.")
+    structure_s: float = setting(
+        10.0, "of task=serve: for preparing the structure of a text, such as a grammar; past it, status 400."
+    )
 
 
 TIMEOUTS = MoreSettings(name="serve", config=ServeTimeouts)

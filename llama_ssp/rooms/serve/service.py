@@ -14,7 +14,9 @@ import logging
 import math
 import time
 from collections import deque
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from typing import Any, cast
 
@@ -24,18 +26,21 @@ from llama_ssp.log_probs import part as some_of
 from llama_ssp.ranks.failures import from_rank_0
 from llama_ssp.rooms.serve.inbox import Inbox, Part, RequestError, ServedRequest
 from llama_ssp.rooms.serve.records import ServeTimeouts
+from llama_ssp.rooms.serve.structures import Structures
 from llama_ssp.run.decoders import build_decoder
 from llama_ssp.run.session import Session
 from llama_ssp.run.tuning import make_ready
+from llama_ssp.settings.constraints import constraint_asked
 from llama_ssp.settings.schema import SamplingConfig
 from llama_ssp.speculate.engine.likelihoods import ScoredText, TokenScores
 from llama_ssp.speculate.engine.loop import Decoding
+from llama_ssp.speculate.engine.masks import Begin, prepare_constraint
 from llama_ssp.speculate.engine.results import Update
 from llama_ssp.speculate.engine.state import Request
 from llama_ssp.speculate.engine.verifier import NEWS
 
 _log = logging.getLogger(__name__)
-_BEAT_S = 1.0
+_BEAT_S, _SOON_S = 1.0, 0.01
 _WARM_UP_TOKENS = 8
 _INTERRUPTS = 2  # the second Ctrl-C does not wait for running requests
 
@@ -46,8 +51,11 @@ class Service:
     def __init__(self, session: Session, inbox: Inbox | None, *, length: int) -> None:
         self._session, self._inbox = session, inbox
         self._comm, self._tokenizer = session.world.comm, session.models.tokenizer
+        self._vocabulary = session.models.request_maker.vocabulary
         # Texts whose last parts wait for scores.
         self._unscored: deque[tuple[ScoredText, ServedRequest, Part]] = deque()
+        # Requests that wait until all ranks have prepared the structures of their texts.
+        self._structures, self._unprepared = Structures(), deque[tuple[ServedRequest, Future[Begin | None]]]()
         self._drains_until = math.inf
         config = replace(session.config, sampling=SamplingConfig(temperature=1.0, by_row=True))
         self._decoder = build_decoder(session.models, config, speculative=session.models.drafts)
@@ -66,6 +74,7 @@ class Service:
         for updates in self._decoder.run([], more=self._more, failed=self._fail):
             for update in updates:
                 self._take(update)
+        self._structures.close()
 
     def _take(self, update: Update) -> None:
         """Pass new tokens on; a completion whose scores are wanted ends with them."""
@@ -87,27 +96,51 @@ class Service:
             self._inbox.deliver(request.index, part)
 
     def _fail(self, request: Request, error: SspError) -> None:
-        """Answer a request with the error that ended it alone."""
-        self._deliver(request, Part.failed(RequestError(str(error), status=500)))
+        """Answer a request with the error that ended it alone; what it asks for cannot be, or a model fails."""
+        status = 400 if isinstance(error, ConfigError) else 500
+        self._deliver(request, Part.failed(RequestError(str(error), status=status)))
 
     def _more(self, run: Decoding, num_rows: int) -> list[Request] | None:
         """Drop requests whose clients have gone, score texts, and return new requests; see `loop.More`."""
         if self._unscored and num_rows > 0 and not run.scoring:
             num_rows -= self._score(run, num_rows)
         has_news = run.take_news() if self._comm.size > 1 else self._has_news(num_rows)
-        found: list[Request] = []
+        found: list[Request] = self._prepared(is_idle=run.is_idle) if self._unprepared else []
         if run.is_idle or has_news:
-            new, dropped, is_over = from_rank_0(self._comm, lambda: self._news(num_rows))
+            num_free = num_rows - len(found)
+            new, dropped, is_over = from_rank_0(self._comm, lambda: self._news(num_free))
             run.drop(dropped)
             self._unscored = deque(one for one in self._unscored if one[1].index not in dropped)
+            self._unprepared = deque(one for one in self._unprepared if one[0].index not in dropped)
+            found = [request for request in found if request.index not in dropped]
             if is_over:
                 return None
             for request in (ServedRequest.from_json(given, self._tokenizer) for given in new):
-                if request.max_new_tokens:
+                if request.max_new_tokens and request.sampling and constraint_asked(request.sampling):
+                    prepare = partial(prepare_constraint, request.sampling, self._vocabulary)
+                    self._unprepared.append((request, self._structures.submit(request.sampling, prepare)))
+                elif request.max_new_tokens:
                     found.append(request)
                 else:
                     self._unscored.append((request.text(), request, Part(finish_reason="length")))
         run.round.verifier.announce(NEWS if self._has_news(num_rows - len(found)) else 0)
+        return found
+
+    def _prepared(self, *, is_idle: bool) -> list[Request]:
+        """The requests whose structures all ranks have prepared; where no row decodes, wait a little for the first."""
+        futures = [preparing for _, preparing in self._unprepared]
+        if is_idle:
+            wait(futures, timeout=_SOON_S, return_when=FIRST_COMPLETED)
+        done = self._comm.gather_text("".join(str(int(one.done())) for one in futures))
+        found, left = list[Request](), deque[tuple[ServedRequest, Future[Begin | None]]]()
+        for (request, preparing), *are_done in zip(self._unprepared, *done, strict=True):
+            if "0" in are_done:
+                left.append((request, preparing))
+            elif isinstance(error := preparing.exception(), SspError):
+                self._fail(request, error)
+            else:
+                found.append(replace(request, begin=preparing.result()))
+        self._unprepared = left
         return found
 
     def _has_news(self, num_rows: int) -> bool:
@@ -128,7 +161,7 @@ class Service:
         """News of rank 0: new completions, numbers to drop, whether the server ends; waits for any if all is idle."""
         assert self._inbox, "rank 0 has one"
         stops = self._session.stop_request.requested or self._inbox.is_closed
-        may_wait = num_rows == self._decoder.batch_size and not (self._unscored or stops)
+        may_wait = num_rows == self._decoder.batch_size and not (self._unscored or self._unprepared or stops)
         new, dropped = self._inbox.take(num_rows, wait_s=_BEAT_S if may_wait else 0.0)
         is_over = self._is_over(self._inbox)
         return [request.as_json() for request in new], [*dropped, *(self._inbox.give_up() if is_over else ())], is_over

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from llama_ssp.architectures.engine import CATCH_UP_CHUNK, MOST_GRAPHED_BUCKETS, PREFILL_CHUNK
-from llama_ssp.errors import NumericError, SspError
+from llama_ssp.errors import NOTHING_ALLOWED, ConfigError, NumericError, SspError
 from llama_ssp.models.prefill import Held, forwards_per_prompt
 from llama_ssp.models.upload import to_device
 from llama_ssp.ranks.memory import exhaustion
@@ -603,7 +603,8 @@ class Decoding:
         for owner, result in zip(pending.owners, found.rows, strict=True):
             if not owner or owner.finish_reason:
                 continue
-            if result.error:
+            is_empty = bool(result.error == NOTHING_ALLOWED and owner.constraint)
+            if result.error and not is_empty:
                 self._forget([self._free(owner, "stop")])
                 self._fail(owner.request, NumericError(f"token {len(owner.token_ids) + 1}: {result.error}"))
                 continue
@@ -611,7 +612,13 @@ class Decoding:
             if self.round.drafters and not pending.is_prefill:
                 num_examined = self._num_examined(owner, pending.choice, result.num_drafted)
                 observed += [result.num_accepted] * (num_examined > 0 or not result.num_drafted)
-            updates.append(self._extend(owner, result, num_examined, num_forwards=int(not pending.is_prefill)))
+            update = self._extend(owner, result, num_examined, num_forwards=int(not pending.is_prefill))
+            if is_empty and owner.constraint and not owner.finish_reason:
+                reason = owner.constraint.problem or NOTHING_ALLOWED
+                self._forget([self._free(owner, "stop")])
+                self._fail(owner.request, ConfigError(f"token {len(owner.token_ids) + 1}: {reason}"))
+                continue
+            updates.append(update)
         self.decoder.length.observe(pending.choice, observed)
         # A prompt takes the row that holds most of it, so rows are not in the order of prompts.
         return sorted(updates, key=lambda update: (update.completion.request.index, update.completion.request.sample))
@@ -621,7 +628,10 @@ class Decoding:
     ) -> Update:
         """Add new tokens to a completion, and free its row if it ends with them; for `num_examined` see its method."""
         num_before, limit = len(owner.token_ids), owner.request.max_new_tokens
-        new_ids, reason = self._up_to_end(owner, result.ids[: limit - num_before])
+        ids = result.ids[:-1] if result.error else result.ids  # what was accepted before nothing was left
+        new_ids, reason = self._up_to_end(owner, ids[: limit - num_before])
+        if result.error and not reason and owner.constraint and owner.constraint.may_end:
+            reason = "eos"
         num_new = len(new_ids)
         num_chosen_by_draft = result.num_accepted + result.goes_on
         num_drafted = min(num_chosen_by_draft, num_new)

@@ -13,7 +13,7 @@ Tokens that a mask forbids get the logit minus infinity before biases, penalties
 Shapes: B sequences, K drafted tokens, T = K + 1 places, V vocabulary, X words of 32 bits.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -45,10 +45,12 @@ class Constraint(Protocol):
     Attributes:
         may_end: the text may end here.
         is_over: nothing may follow but an end-of-sequence token.
+        problem: why the constraint can no longer say what may follow; empty if it can.
     """
 
     may_end: bool
     is_over: bool
+    problem: str
 
     def extend(self, token: int) -> None:
         """Add a token to the text."""
@@ -64,12 +66,22 @@ class Constraint(Protocol):
         """
 
 
-def constraint_of(sampling: SamplingConfig, vocabulary: Vocabulary) -> Constraint | None:
-    """Begin the constraint of a text, if sampling asks for one; raises ConfigError for one that cannot be."""
+Begin = Callable[[], Constraint]
+"""Begins the constraint of a text, at once."""
+
+
+def prepare_constraint(sampling: SamplingConfig, vocabulary: Vocabulary) -> Begin | None:
+    """Prepare the constraint of a text, if sampling asks for one; raises ConfigError for one that cannot be."""
     if not (record := constraint_asked(sampling)):
         return None
-    begun: Constraint = imported(record.begin, setting=record.name)(sampling, vocabulary)
-    return begun
+    prepared: Begin = imported(record.prepare, setting=record.name)(sampling, vocabulary)
+    return prepared
+
+
+def constraint_of(sampling: SamplingConfig, vocabulary: Vocabulary) -> Constraint | None:
+    """Prepare and begin the constraint of a text; see `prepare_constraint`."""
+    begin = prepare_constraint(sampling, vocabulary)
+    return begin and begin()
 
 
 class TokenMasks(Workspace):

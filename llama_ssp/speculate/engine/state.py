@@ -21,6 +21,7 @@ from torch import Tensor
 
 from llama_ssp.models.upload import to_device
 from llama_ssp.settings.schema import SamplingConfig
+from llama_ssp.speculate.engine.masks import Begin
 from llama_ssp.speculate.engine.text import StopStrings
 from llama_ssp.speculate.engine.verifier import Decision
 from llama_ssp.speculate.sampling.by_row import settings_of
@@ -48,6 +49,7 @@ class Request:
         num_draft_tokens: the most drafted tokens of a round that become its text, in batches whose rows have settings
             of their own; 0 decodes plainly, None takes all.
         stop_ids: further tokens that end it, and stay in it.
+        begin: begins the constraint of its text, which has been prepared; None to prepare it with its row.
     """
 
     index: int
@@ -61,6 +63,7 @@ class Request:
     ignores_eos: bool = False
     num_draft_tokens: int | None = None
     stop_ids: tuple[int, ...] = ()
+    begin: Begin | None = field(default=None, compare=False)
 
     def key(self, seed: int) -> int:
         """The key of its uniforms, in a run of this seed."""

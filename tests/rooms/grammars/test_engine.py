@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from llama_ssp.errors import SspError
 from llama_ssp.rooms.grammars.records import GrammarSampling
-from llama_ssp.rooms.grammars.text import GrammarText, begin
+from llama_ssp.rooms.grammars.text import GrammarText, prepare
 from llama_ssp.settings.schema import SamplingConfig
 from llama_ssp.speculate.engine.completion import RowCompletion
 from llama_ssp.speculate.engine.lengths import FixedLength
@@ -36,7 +36,7 @@ def decoder(*, has_draft: bool = True, batch_size: int = 3, lag: int = 0, **how:
 
     def constrain(request: Request) -> Constraint | None:
         asked = getattr(request, "structure", None)
-        return begin(asked, VOCABULARY) if asked else None
+        return prepare(asked, VOCABULARY)() if asked else None
 
     made.constrain, made.lag = constrain, lag
     return made
@@ -232,14 +232,14 @@ def test_what_must_follow_is_drafted_whatever_drafts(monkeypatch: pytest.MonkeyP
 def test_the_bytes_that_must_follow_are_forced_but_for_the_last_token() -> None:
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "llama_ssp" / "shipped" / "tiny")
     vocabulary = Vocabulary(tokenizer, len(tokenizer), (tokenizer.eos_token_id,))
-    text = begin(GrammarSampling(choice=["return self.value", "return self.name"]), vocabulary)
+    text = prepare(GrammarSampling(choice=["return self.value", "return self.name"]), vocabulary)()
     ids = tokenizer("return self.", add_special_tokens=False).input_ids[:-1]
     assert len(ids) > 1
     assert [*text.forced(9)] == ids
     assert [*text.forced(1)] == ids[:1]
     for token in ids:
         text.extend(token)
-    assert [*begin(GrammarSampling(regex="a|b"), vocabulary).forced(4)] == []
+    assert [*prepare(GrammarSampling(regex="a|b"), vocabulary)().forced(4)] == []
 
 
 @pytest.mark.parametrize("kind", ["chain", "plain", "tree"])

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from llama_ssp.rooms.grammars.records import GrammarSampling
-from llama_ssp.rooms.grammars.text import begin
+from llama_ssp.rooms.grammars.text import prepare
 from llama_ssp.settings.schema import SamplingConfig, VerificationConfig
 from llama_ssp.speculate.drafters.drafter import with_forced, with_forced_child
 from llama_ssp.speculate.engine.masks import forbidden
@@ -45,7 +45,7 @@ def masks(regex: str, text: tuple[int, ...], ids: tuple[int, ...], parents: tupl
     possible = all(allowed_after(regex, text[:place])[token] for place, token in enumerate(text))
     if EOS in text or not possible:
         return found
-    constraint = begin(GrammarSampling(regex=regex), VOCABULARY)
+    constraint = prepare(GrammarSampling(regex=regex), VOCABULARY)()
     for token in text:
         constraint.extend(token)
     constraint.fill(found, ids, parents or range(len(ids)))

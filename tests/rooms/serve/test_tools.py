@@ -277,7 +277,7 @@ def test_strict_and_single_calls_are_constrained(
     served: Pair, monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any], form_name: str
 ) -> None:
     """And a text before them, or in place of them, stays free where it may be one."""
-    from llama_ssp.rooms.grammars.text import begin
+    from llama_ssp.rooms.grammars.text import prepare
 
     monkeypatch.setattr(served.tokenizer, "chat_template", template_of(form_name))
     [request] = reader_of(served).read(CHAT | asked, is_chat=True).completions
@@ -294,7 +294,7 @@ def test_strict_and_single_calls_are_constrained(
         )
         masks_TX = torch.full((len(ids) + 1, -(-vocabulary.size // 32)), -1, dtype=torch.int32)
         assert request.sampling
-        begin(request.sampling, vocabulary).fill(masks_TX, ids, range(len(ids)))
+        prepare(request.sampling, vocabulary)().fill(masks_TX, ids, range(len(ids)))
         forbidden_TV = forbidden(masks_TX, range(vocabulary.size))
         return not any(forbidden_TV[place, token] for place, token in enumerate([*ids, *served.models.eos_ids[:1]]))
 
