@@ -6,6 +6,7 @@ Every kind becomes a grammar in the notation of llguidance, which is refused bef
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import find_spec
@@ -18,6 +19,7 @@ from llama_ssp.errors import ConfigError
 from llama_ssp.fields import made, setting
 from llama_ssp.foreign import Counterpart
 from llama_ssp.groups import MoreSettings
+from llama_ssp.rooms.grammars.schemas import written
 from llama_ssp.settings.combinations import Ability
 from llama_ssp.settings.constraints import ConstraintRecord
 from llama_ssp.settings.schema import RunConfig, SamplingConfig
@@ -73,6 +75,10 @@ def grammar_of(sampling: object) -> str:
             schema = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise ConfigError(f"{_key(kind)} is no JSON: {error}") from None
+        with suppress(
+            TypeError, AttributeError, KeyError, ValueError, RecursionError
+        ):  # the library says what is wrong
+            schema = written(schema)
         if isinstance(schema, dict):
             schema = {_OPTIONS: _FEW_SPACES} | schema
         return f"{_EVERY_TOKEN}start: %json {json.dumps(schema)}"

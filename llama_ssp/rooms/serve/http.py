@@ -8,12 +8,13 @@ import json
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from errno import EADDRINUSE
 from functools import partial
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, Self, TypeVar, cast
 
 import torch
 import uvicorn
@@ -38,6 +39,7 @@ from llama_ssp.rooms.serve.structures import Structures
 from llama_ssp.run.requests import PromptRequest
 from llama_ssp.run.session import Session
 
+_T = TypeVar("_T")
 _PAGE = ("index.html", "page.css", "page.js")
 _OWN_ALONE = {"content-security-policy": "default-src 'self'; frame-ancestors 'none'", "cache-control": "no-cache"}
 """Headers of the page, which loads nothing from elsewhere."""
@@ -80,6 +82,7 @@ class Front:
         maker, length = session.models.request_maker, length_of(config, session.models.context)
         self._reader = BodyReader(config, maker, length=length, eos_ids=session.models.eos_ids)
         self._metrics, self._structures = Metrics(session, inbox), Structures(_MOST_STRUCTURES)
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="log-probabilities")
         self._structure_s = cast("ServeTimeouts", config.timeouts).structure_s
         self._socket, self._created = _listen(self._task), int(time.time())
         allowed = [self._task.allow_origin] if self._task.allow_origin else []
@@ -131,6 +134,7 @@ class Front:
         self._server.should_exit = True
         self._thread.join(2 * _CLOSE_S)
         self._structures.close()
+        self._writer.shutdown(wait=False, cancel_futures=True)
         self._socket.close()
 
     async def _close_idle(self) -> None:
@@ -216,7 +220,7 @@ class Front:
         return asked
 
     async def _answer(
-        self, request: Request, asked: Asked, arrived_s: float, *, whole: Callable[[], object],
+        self, request: Request, asked: Asked, arrived_s: float, *, whole: Callable[[], dict[str, object]],
         events: Callable[[AsyncIterator[tuple[Answer, str]]], AsyncIterator[bytes]],
     ) -> Response:  # fmt: skip
         """Let the decoder answer; `whole` makes the body of the answer, `events` that of a stream."""
@@ -246,7 +250,13 @@ class Front:
         finally:
             watching.cancel()
             self._inbox.drop(numbers)
+        if any(answer.is_scored for answer in asked.answers):
+            return Response(await self._aside(_in_pieces, whole()), media_type=Json.media_type)
         return Json(whole())
+
+    async def _aside(self, make: Callable[..., _T], *arguments: object) -> _T:
+        """Write log-probabilities in the thread for that."""
+        return await asyncio.get_running_loop().run_in_executor(self._writer, make, *arguments)
 
     async def _counting(self, pieces: AsyncIterator[tuple[Answer, str]]) -> AsyncIterator[tuple[Answer, str]]:
         """Count the error that a stream ends with, or that its client goes before its end."""
@@ -285,6 +295,8 @@ class Front:
                     first_s[answer] = now
                     self._metrics.first_token(now - arrived_s)
                 text = answer.push(part)
+                while part.finish_reason and answer.is_scored and await self._aside(answer.score_some):
+                    pass  # a few tokens at a time, by turns with other answers
                 if part.finish_reason:
                     left -= 1
                     self._metrics.ended(
@@ -327,6 +339,14 @@ async def _until_gone(request: Request, parts: _Parts) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
     parts.put_nowait(None)
+
+
+def _in_pieces(answer: Mapping[str, Any]) -> bytes:
+    """An answer as JSON, choice by choice: other threads wait for none that is written."""
+    if "choices" not in answer:
+        return json.dumps(answer).encode()
+    choices = ", ".join(json.dumps(choice) for choice in answer["choices"])
+    return json.dumps({**answer, "choices": []}).replace('"choices": []', f'"choices": [{choices}]', 1).encode()
 
 
 async def _body_of(request: Request) -> object:

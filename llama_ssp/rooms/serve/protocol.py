@@ -76,8 +76,8 @@ _WITHOUT_EFFECT: dict[str, tuple[object, ...]] = {
 _OFF = {"top_k": (0, -1), "top_p": (1,), "min_p": (0,)}
 _STREAM_OPTIONS = ("include_usage", "continuous_usage_stats", "include_obfuscation")
 _TOO_LONG = "context_length_exceeded"
-_CONTEXT = 16
-"""Tokens before one whose text is wanted."""
+_CONTEXT, _NUM_NAMED = 16, 32
+"""Tokens before one whose text is wanted, and tokens whose log-probabilities are written at a time."""
 
 
 class Asked:
@@ -482,6 +482,7 @@ class Answer:
 
     Attributes:
         calls, new_calls: of the answer so far, and of its newest part.
+        is_scored: it ends with log-probabilities, which take time: see `score_some`.
     """
 
     def __init__(
@@ -493,8 +494,9 @@ class Answer:
         self._is_constrained = request.sampling is not None and constraint_asked(request.sampling) is not None
         self._stop_ids, self._shows_stop = request.stop_ids, request.shows_stop
         self.prompt_ids = request.prompt_ids
-        self._is_scored, self._echoes = request.num_top is not None, request.scores_prompt
-        self._text, self._held, self._whole = IncrementalText(tokenizer, self.prompt_ids), "", ""
+        self.is_scored, self._echoes = request.num_top is not None, request.scores_prompt
+        self._named, self._logprobs = list[tuple[_Scored, list[_Scored] | None]](), dict[str, object]()
+        self._text, self._held, self._shown = IncrementalText(tokenizer, self.prompt_ids), "", list[str]()
         self._reader, self.calls, self.new_calls = None, list[Call](), list[Call]()
         if tools:
             self._text, self._reader = MarkedText(tokenizer, self.prompt_ids, tools), CallReader(tools)
@@ -517,7 +519,7 @@ class Answer:
     @property
     def text(self) -> str:
         """Its text so far, without calls of tools."""
-        return self._whole
+        return "".join(self._shown)
 
     def push(self, part: Part) -> str:
         """Take a part; returns the new text that can no longer become part of a stop string or a call."""
@@ -541,14 +543,14 @@ class Answer:
         if self._reader:
             new, self.new_calls = self._reader.push(new, is_over=bool(part.finish_reason))
             self.calls += self.new_calls
-        self._whole += new
+        self._shown.append(new)
         return new
 
     @property
     def round(self) -> dict[str, object]:
         """The newest round: texts of its tokens, how many of them were drafted, and of the rejected ones."""
         new_ids, num_before = self._newest.new_ids, len(self.token_ids) - len(self._newest.new_ids)
-        before = [*self.prompt_ids, *self.token_ids[:num_before]]
+        before = self._before(len(self.prompt_ids) + num_before)
 
         def texts(lead: Sequence[int], ids: Sequence[int]) -> list[str]:
             known = [*before, *lead]
@@ -564,13 +566,18 @@ class Answer:
             "rejected": texts(lead, self._newest.rejected_ids),
         }
 
+    def _before(self, place: int) -> list[int]:
+        """The last tokens of prompt and answer before a place."""
+        first, num = max(place - _CONTEXT, 0), len(self.prompt_ids)
+        return [*self.prompt_ids[first:place], *self.token_ids[max(first - num, 0) : max(place - num, 0)]]
+
     def choice(self, piece: str | None = None) -> dict[str, object]:
         """Its choice of a whole answer, or the next piece of it."""
-        ended, text = self.last, self._whole if piece is None else piece
+        ended, text = self.last, self.text if piece is None else piece
         choice: dict[str, object] = {
             "index": self._index,
             "finish_reason": ended and self._reason(ended),
-            "logprobs": self.scores() if ended and self._is_scored else None,
+            "logprobs": self.scores() if ended and self.is_scored else None,
         }
         if not self._is_chat:
             return choice | {"text": text}
@@ -590,15 +597,26 @@ class Answer:
             return "length"
         return "tool_calls" if self.calls else "stop"
 
-    def scores(self) -> dict[str, Any]:
-        """Log-probabilities of its tokens, in the form of chats or of completions."""
-        scores = (self.last and self.last.logprobs) or []
-        ids = [*self.prompt_ids, *self.token_ids]
-        found: list[tuple[_Scored, list[_Scored] | None]] = []
-        for place, one in enumerate(scores, start=len(ids) - len(scores)):
-            after = TextAfter(self._tokenizer, ids[max(place - _CONTEXT, 0) : place], names_special=True)
+    def score_some(self) -> bool:
+        """Name some tokens of its scores, once it has ended; returns whether any are left."""
+        scores, num_named = (self.last and self.last.logprobs) or [], len(self._named)
+        first = len(self.prompt_ids) + len(self.token_ids) - len(scores) + num_named
+        for place, one in enumerate(scores[num_named : num_named + _NUM_NAMED], start=first):
+            after = TextAfter(self._tokenizer, self._before(place), names_special=True)
             of_top = [_Scored(other.token, self._name(other.token, after), other.logprob) for other in one.top]
-            found.append((_Scored(one.token, self._name(one.token, after), one.logprob), of_top))
+            self._named.append((_Scored(one.token, self._name(one.token, after), one.logprob), of_top))
+        if not (is_left := len(self._named) < len(scores)):
+            self._logprobs = self._in_form(self._named)
+        return is_left
+
+    def scores(self) -> dict[str, Any]:
+        """Its log-probabilities, in the form of chats or of completions; names what `score_some` has not."""
+        while not self._logprobs and self.score_some():
+            pass
+        return self._logprobs
+
+    def _in_form(self, found: list[tuple["_Scored", list["_Scored"] | None]]) -> dict[str, object]:
+        """Log-probabilities in the form of chats or of completions."""
         if self._is_chat:
             return {
                 "content": [
@@ -607,8 +625,9 @@ class Answer:
                 ]
             }
         if self._echoes:
-            first = self._name(ids[0], TextAfter(self._tokenizer, (), names_special=True))
-            found.insert(0, (_Scored(ids[0], first, None), None))
+            first = self.prompt_ids[0]
+            name = self._name(first, TextAfter(self._tokenizer, (), names_special=True))
+            found = [(_Scored(first, name, None), None), *found]
         return {
             "tokens": [one.text for one, _ in found],
             "token_logprobs": [one.log_prob for one, _ in found],
@@ -625,9 +644,9 @@ class Answer:
     def _offsets(self, num_tokens: int) -> list[int]:
         """Offsets at which the text of the last tokens begins; tokens of one character begin with it."""
         first = () if self._echoes else self.prompt_ids
-        text, end, offsets = IncrementalText(self._tokenizer, first), 0, []
+        text, end, offsets, length = IncrementalText(self._tokenizer, first), 0, list[int](), len(self.text)
         for token in [*self.prompt_ids, *self.token_ids][len(first) :]:
-            offsets.append(min(end, len(self._whole)))
+            offsets.append(min(end, length))
             end += sum(len(piece.text) for piece in text.push([token]))
         return offsets[len(offsets) - num_tokens :]
 
