@@ -35,6 +35,7 @@ _EVERY_TOKEN = '%llguidance {"no_forcing": true}\n'
 """Allows each token whose bytes fit, and not only the ones that a tokenizer would choose for them."""
 _OPTIONS, _FEW_SPACES = "x-guidance", {"whitespace_pattern": f"[ \\n\\r\\t]{{0,{MOST_SPACES}}}"}
 _PLACE = re.compile(r"^(at )?\d+\(\d+\): ")
+_SCHEMA_LINE = re.compile(r"(?m)^(\w+: %json )(\{.*\})$")
 _SPECIAL = re.compile(r"[][\\.+*?()|{}^$#&~/-]")
 
 
@@ -75,16 +76,18 @@ def grammar_of(sampling: object) -> str:
             schema = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise ConfigError(f"{_key(kind)} is no JSON: {error}") from None
-        with suppress(
-            TypeError, AttributeError, KeyError, ValueError, RecursionError
-        ):  # the library says what is wrong
-            schema = written(schema)
         if isinstance(schema, dict):
             schema = {_OPTIONS: _FEW_SPACES} | schema
-        return f"{_EVERY_TOKEN}start: %json {json.dumps(schema)}"
+        return f"{_EVERY_TOKEN}start: %json {json.dumps(written(schema))}"
     if kind == "grammar":
-        return _EVERY_TOKEN + text
+        return _EVERY_TOKEN + _SCHEMA_LINE.sub(_written_line, text)
     return f"{_EVERY_TOKEN}start: /{_in_lark('|'.join(map(_literal, given)) if kind == 'choice' else text)}/"
+
+
+def _written_line(found: re.Match[str]) -> str:
+    with suppress(ValueError, RecursionError):
+        return f"{found[1]}{json.dumps(written(json.loads(found[2])))}"
+    return found[0]
 
 
 def refusal_of(sampling: object) -> str | None:

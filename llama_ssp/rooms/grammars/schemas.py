@@ -18,19 +18,27 @@ _MOST_UNIQUE, _MOST_BRANCHES, _MOST_DEPENDENT, _MOST_DEEP = 4, 64, 6, 64
 """Sizes from which on a keyword is left to the library: what it means would take long to write, or to read."""
 
 
-def written(schema: Any, root: Any = None) -> Any:  # noqa: ANN401 - JSON
-    """A schema that allows the same, in fewer keywords; `root` has what references name, by default the schema."""
+def written(schema: Any) -> Any:  # noqa: ANN401 - JSON
+    """A schema that allows the same, in fewer keywords; one that is none as it is, for the library to say why."""
+    try:
+        return _written(schema, schema)
+    except (TypeError, AttributeError, KeyError, ValueError, RecursionError):
+        return schema
+
+
+def _written(schema: Any, root: Any) -> Any:  # noqa: ANN401
+    """See `written`; references name parts of `root`."""
     if not isinstance(schema, dict):
         return schema
-    root, one = root or schema, dict(schema)
+    one = dict(schema)
     for key in {*_OF_NAMES} & one.keys():
         if isinstance(one[key], dict):
-            one[key] = {name: written(value, root) for name, value in one[key].items()}
+            one[key] = {name: _written(value, root) for name, value in one[key].items()}
     for key in {*_LISTS} & one.keys():
         if isinstance(one[key], list):
-            one[key] = [written(value, root) for value in one[key]]
+            one[key] = [_written(value, root) for value in one[key]]
     for key in {*_SINGLE} & one.keys():
-        one[key] = written(one[key], root)
+        one[key] = _written(one[key], root)
     if isinstance(one.get("format"), str) and one["format"] not in _FORMATS:
         del one["format"]
     if "if" not in one or not {"then", "else"} & one.keys():
