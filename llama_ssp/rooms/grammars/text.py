@@ -6,7 +6,8 @@ that exceeds them is left without an allowed token.
 """
 
 from collections.abc import Sequence
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
+from itertools import takewhile
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from torch import Tensor
 from llama_ssp.errors import ConfigError
 from llama_ssp.rooms.grammars.records import given_of, grammar_of, refusal_of
 from llama_ssp.settings.schema import SamplingConfig
-from llama_ssp.speculate.engine.masks import WORD, Begin, Vocabulary
+from llama_ssp.speculate.engine.masks import WORD, Begin, Nodes, Vocabulary
 from llama_ssp.token_bytes import reader_of
 from llama_ssp.untyped import LibraryPart
 from llama_ssp.words import key_of
@@ -49,26 +50,42 @@ class GrammarText:
     """A `Constraint`; see `speculate.engine.masks`.
 
     Attributes:
-        may_end, is_over, problem: see `Constraint`.
+        problem: see `Constraint`.
     """
 
     def __init__(self, first: LibraryPart, vocabulary: Vocabulary, *, may_force: bool = True) -> None:
-        self._first, self._text = first, list[int]()
+        self._first, self._text, self._here = first, list[int](), list[int]()
         self._eos_ids, self._tokenizer = vocabulary.eos_ids, vocabulary.tokenizer
         self.problem, self._may_force = "", may_force
         self._restore()
 
     def extend(self, token: int) -> None:
-        """See `Constraint`."""
+        """See `Constraint`; a token that was drafted has been taken in."""
         self._text.append(token)
-        self._matcher.consume_token(token)
-        self._look()
+        if self._here[:1] == [token]:
+            del self._here[0]
+        else:
+            self._go_to(())
+            self._matcher.consume_token(token)
+
+    @property
+    def may_end(self) -> bool:
+        """See `Constraint`."""
+        self._go_to(())
+        return bool(self._matcher.is_accepting())
+
+    @property
+    def is_over(self) -> bool:
+        """See `Constraint`."""
+        self._go_to(())
+        return bool(self._matcher.is_stopped())
 
     def forced(self, number: int) -> Sequence[int]:
         """The tokens of the bytes that must follow, as the tokenizer writes them, but for the last one.
 
         What follows may change the last token; bytes that the tokenizer does not write as they are force none.
         """
+        self._go_to(())
         known = self._matcher.compute_ff_bytes()[: number * _BYTES_PER_TOKEN] if self._may_force else b""
         if len(known) < _LEAST_FORCED:
             return ()
@@ -76,25 +93,55 @@ class GrammarText:
         return ids[: min(number, self._matcher.validate_tokens(ids))]
 
     def fill(self, masks_TX: Tensor, ids: Sequence[int], parents: Sequence[int]) -> None:
-        """See `Constraint`; moves along the nodes of a draft, and back to the text."""
+        """See `Constraint`."""
         self.problem = ""
+        self._go_to(())
         self._write(masks_TX[0])
         paths: dict[int, tuple[int, ...]] = {0: ()}  # of nodes that may be reached
-        here: tuple[int, ...] = ()
         for node, (token, parent) in enumerate(zip(ids, parents, strict=True), start=1):
             path = paths.get(int(parent))
-            if path is None or token in self._eos_ids or not _is_set(masks_TX[int(parent)], token):
+            if path is None or not self._go_to((*path, token)):
                 continue
-            num_shared = next((n for n, both in enumerate(zip(here, path, strict=False)) if both[0] != both[1]), None)
-            num_shared = min(len(here), len(path)) if num_shared is None else num_shared
-            self._matcher.rollback(len(here) - num_shared)
-            self._matcher.consume_tokens([ids[one - 1] for one in (*path[num_shared:], node)])
-            here = paths[node] = (*path, node)
+            paths[node] = (*path, token)
             self._write(masks_TX[node])
             if self._matcher.is_error():
                 self._restore()
-                here = ()
-        self._matcher.rollback(len(here))
+
+    @staticmethod
+    def fill_rows(masks_BTX: Tensor, nodes: Sequence[Nodes]) -> None:
+        """Write the masks of all rows in one call of the library, which computes them side by side; see `Constraint`.
+
+        Rows with a tree, or whose limits are exceeded, are filled one by one.
+        """
+        num_rows, num_places, num_words = masks_BTX.shape
+        chains = [one for one in nodes if isinstance(one.parents, range | tuple)]
+        where = masks_BTX.data_ptr(), num_words * masks_BTX.element_size(), num_rows * num_places
+        reached = [one for one in chains if one.constraint._go_to(one.ids[: one.first])]
+        calls = [(one.constraint._matcher, one.row * num_places + one.first) for one in reached]
+        drafts = [[*one.ids[one.first :]] for one in reached]
+        if any(drafts):
+            whole = [(*call, draft) for call, draft in zip(calls, drafts, strict=True)]
+            _executor().unsafe_compute_mask_ptr_with_draft_token(whole, *where)
+        elif calls:
+            _executor().unsafe_compute_mask_ptr(calls, *where)
+        for row, text, ids, parents, _ in nodes:
+            text.problem = ""
+            if has_failed := text._matcher.is_error():
+                text._restore()
+            if has_failed or not isinstance(parents, range | tuple):
+                text.fill(masks_BTX[row], ids, parents)
+
+    def _go_to(self, ids: Sequence[int]) -> bool:
+        """Move the matcher to the text followed by these tokens; returns False where one of them is forbidden."""
+        shared = len(self._here)
+        while self._here[:shared] != [*ids[:shared]]:
+            shared -= 1
+        if shared < len(self._here):
+            self._matcher.rollback(len(self._here) - shared)
+            del self._here[shared:]
+        if rest := [*takewhile(lambda token: token not in self._eos_ids, ids[shared:])]:
+            self._here += rest[: self._matcher.try_consume_tokens(rest)]
+        return len(self._here) == len(ids)
 
     def _write(self, mask_X: Tensor) -> None:
         """Write what may follow the matcher's tokens; nothing if they exceed its limits."""
@@ -104,18 +151,17 @@ class GrammarText:
             self.problem = _reason(self._matcher)
 
     def _restore(self) -> None:
-        self._matcher = self._first.deep_copy()
+        self._matcher, self._here = self._first.deep_copy(), []
         if self._text:
             self._matcher.consume_tokens(self._text)
             self._first, self._text = self._matcher.deep_copy(), []
-        self._look()
-
-    def _look(self) -> None:
-        self.may_end, self.is_over = self._matcher.is_accepting(), self._matcher.is_stopped()
 
 
-def _is_set(mask_X: Tensor, token: int) -> bool:
-    return bool(int(mask_X[token // WORD]) >> token % WORD & 1)
+@cache
+def _executor() -> LibraryPart:
+    from llguidance import LLExecutor
+
+    return LLExecutor(torch.get_num_threads())
 
 
 def _reason(matcher: LibraryPart) -> str:

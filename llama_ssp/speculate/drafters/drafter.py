@@ -18,9 +18,9 @@ from llama_ssp.errors import ConfigError
 from llama_ssp.models.cache import Taps
 from llama_ssp.models.prefill import Buckets, Prompts
 from llama_ssp.models.runner import Cached, Runner, TreePlaces
-from llama_ssp.ranks.comms import Comm
+from llama_ssp.ranks.comms import Comm, Reads
 from llama_ssp.settings.schema import DrafterConfig
-from llama_ssp.speculate.sampling.context import Rows
+from llama_ssp.speculate.sampling.context import Context, Rows
 from llama_ssp.speculate.sampling.draft import POINT_MASS, Draft
 from llama_ssp.speculate.sampling.rules import Rule
 from llama_ssp.speculate.sampling.trees import Level, ReadLevel, Tree
@@ -131,16 +131,22 @@ def writes_ids(drafter: Drafter) -> bool:
     return bool(getattr(drafter, "writes_ids", False))
 
 
+def heeds_masks(drafter: Drafter) -> bool:
+    """Whether `propose` draws from what the masks of the rows leave, as its attribute says."""
+    return bool(getattr(drafter, "heeds_masks", False))
+
+
 class _Tables(Workspace):
-    """Constants of a batch size: the index of the second token of a row, and zero probabilities.
+    """Constants of a batch size: the index of the second token of a row, zero probabilities, a certain first token.
 
     For recurrent drafts also the position of each row's first token that their states have not taken in.
     """
 
-    def __init__(self, batch_size: int, num_tokens: int, device: torch.device) -> None:
+    def __init__(self, batch_size: int, ids: range, device: torch.device) -> None:
         self.second_B1 = torch.ones(batch_size, 1, dtype=torch.int64, device=device)
         self.unread_B = torch.zeros(batch_size, dtype=torch.int64, device=device)
-        self.nothing_B1V = torch.zeros(batch_size, 1, num_tokens, device=device)
+        self.nothing_B1V = torch.zeros(batch_size, 1, len(ids), device=device)
+        self.first_V = (torch.arange(ids.start, ids.stop, device=device) == 0).float()
 
 
 class StepwiseDrafter:
@@ -156,6 +162,7 @@ class StepwiseDrafter:
         self.runner, self.num_draft_tokens, self.vocab_size = runner, parts.num_draft_tokens, parts.vocab_size
         self.repeats_operators, self.reads_by_length = runner.repeats_operators, runner.reads_by_length
         self._rule = parts.rule
+        self.heeds_masks = parts.tree is None and parts.rule.reads is not Reads.best
         self._offsets_K = torch.arange(parts.num_draft_tokens, device=runner.device)
         self._batch_size = 0
         if parts.tree:
@@ -177,8 +184,8 @@ class StepwiseDrafter:
             batch_size=batch_size, capacity=num_slots, num_rolled_back=self._num_rolled_back, reads=self._rule.reads
         )
         if batch_size != self._batch_size:  # else graphs read the present tables
-            num_tokens = len(self._rule.shard.ids(self.vocab_size))
-            self._tables, self._batch_size = _Tables(batch_size, num_tokens, self.runner.device), batch_size
+            ids = self._rule.shard.ids(self.vocab_size)
+            self._tables, self._batch_size = _Tables(batch_size, ids, self.runner.device), batch_size
 
     def _reading(self, rows: Rows, *, bucket: int, num_unread: int) -> ReadLevel:
         """Return a function that reads one level after the other and makes the logits (B, M, V) after its nodes."""
@@ -213,9 +220,14 @@ class StepwiseDrafter:
         for step, uniforms_B1P in zip(range(num_tokens), uniforms_BKP.split(1, dim=1), strict=False):
             logits_B1V = read(level)
             context = rows.before(lengths_B1 + (step - 1)) if self._rule.needs_context else None
-            ids_B1, probs_B1V = self._rule.draw(logits_B1V, uniforms_B1P, context)
+            ids = self._rule.shard.ids(self.vocab_size)
+            forbidden_B1V = rows.masks.forbidden(drafted, ids) if rows.masks else None
+            if forbidden_B1V is None:
+                ids_B1, probs_B1V = self._rule.draw(logits_B1V, uniforms_B1P, context)
+            else:
+                first_V = self._tables.first_V
+                ids_B1, probs_B1V = draw_allowed(self._rule, logits_B1V, uniforms_B1P, context, forbidden_B1V, first_V)
             if rows.forced_BK.shape[1]:
-                ids = self._rule.shard.ids(self.vocab_size)
                 ids_B1, probs_B1V = with_forced(rows.forced_BK[:, step : step + 1], ids_B1, probs_B1V, ids)
             level = Level(step + 1, ids_B1)
             drafted.append(ids_B1)
@@ -232,6 +244,21 @@ class StepwiseDrafter:
     def _num_counted(self, _read: ReadLevel, _ids_BK: Tensor) -> Tensor | tuple[()]:
         """See `Draft.num_B1`; `_read` has read these tokens, but for the last one."""
         return ()
+
+
+def draw_allowed(  # noqa: PLR0917 - as `Rule.draw`
+    rule: Rule, logits_B1V: Tensor, uniforms_B1P: Tensor, context: Context | None, forbidden_B1V: Tensor,
+    first_V: Tensor,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Draw as `Rule.draw`, from what masks leave; `first_V` is the law of a certain first token.
+
+    Where nothing is left that a draft knows, the first token is drafted: any law is right that the token has.
+    """
+    ids_B1, probs_B1V = rule.draw(logits_B1V.masked_fill(forbidden_B1V, float("-inf")), uniforms_B1P, context)
+    if probs_B1V is None:
+        return ids_B1, None
+    is_empty_B11 = probs_B1V[..., :1].isnan()
+    return ids_B1.masked_fill(is_empty_B11[..., 0], 0), torch.where(is_empty_B11, first_V, probs_B1V)
 
 
 def with_forced(

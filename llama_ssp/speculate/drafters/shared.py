@@ -32,7 +32,7 @@ from llama_ssp.models.cache import Taps
 from llama_ssp.models.prefill import Buckets, Held, Prompts
 from llama_ssp.models.upload import to_device
 from llama_ssp.ranks.comms import Comm
-from llama_ssp.speculate.drafters.drafter import Drafter, DrafterParts, writes_ids
+from llama_ssp.speculate.drafters.drafter import Drafter, DrafterParts, heeds_masks, writes_ids
 from llama_ssp.speculate.sampling.context import Rows
 from llama_ssp.speculate.sampling.draft import POINT_MASS, Chain, Draft, Law, Topology, find_topology
 
@@ -88,7 +88,7 @@ class _SharedDrafter:
         self.num_draft_tokens = parts.num_draft_tokens
         self.repeats_operators = inner is None or inner.repeats_operators
         self.reads_by_length = inner is None or inner.reads_by_length
-        self.writes_ids = inner is None or writes_ids(inner)
+        self.writes_ids, self.heeds_masks = inner is None or writes_ids(inner), inner is None or heeds_masks(inner)
         self._offsets_K = torch.arange(parts.num_draft_tokens, device=parts.device)
         self._ends_early = parts.config.ends_early
 
@@ -292,7 +292,7 @@ class BatchSplitDrafter(_SharedDrafter):
         draft = Draft(rows.lengths_B.new_empty(0, num_tokens))
         if self._inner and own.start < own.stop:
             draft = self._inner.propose(
-                Rows(*(column[own] for column in rows)), num_tokens=num_tokens, uniforms_BKP=uniforms_BKP[own],
+                Rows._make(column[own] for column in rows), num_tokens=num_tokens, uniforms_BKP=uniforms_BKP[own],
                 num_unread=num_unread, bucket=bucket,
             )  # fmt: skip
         draft = self._unpacked(draft, self._split.gather(self._packed(draft), batch_size=batch_size))

@@ -1,4 +1,4 @@
-"""Masks of the tokens that may follow a text: they restrict the target's law at each place.
+"""Masks of the tokens that may follow a text: they restrict the target's law at each place, and a draft's.
 
 A text's constraint lives on the host. Between drafting and verification the host reads the drafted ids, and writes a
 mask for the text and one for each drafted token after it; so rounds with such a row wait for the host once.
@@ -10,11 +10,20 @@ mask for the text and one for each drafted token after it; so rounds with such a
 
 Tokens that a mask forbids get the logit minus infinity before biases, penalties and all processors.
 
-Shapes: B sequences, K drafted tokens, T = K + 1 places, V vocabulary, X words of 32 bits.
+A draft that draws from what the masks leave is accepted far more often, and any law of a draft is right. The first mask
+is there before the round. On a CPU, where nothing runs ahead of the host, each drafted token gets its mask at once.
+
+    on a GPU     m0 | draft d1, d2, d3 | m1 m2 m3, while the target reads
+    on a CPU     m0 | d1 | m1 | d2 | m2 | d3 | the target reads | m3
+
+Shapes: B sequences, R rows of a rank, K drafted tokens, T = K + 1 places, V vocabulary, X words of 32 bits.
 """
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from itertools import count
+from typing import Any, NamedTuple, Protocol
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -29,6 +38,7 @@ from llama_ssp.speculate.sampling.draft import Draft, Topology
 from llama_ssp.workspaces import Workspace
 
 WORD = 32
+Constraints = Sequence["Constraint | None"]
 
 
 class Vocabulary(NamedTuple):
@@ -42,15 +52,24 @@ class Vocabulary(NamedTuple):
 class Constraint(Protocol):
     """The tokens that one text may go on with, as it grows; on the host of every rank.
 
+    A class may have a static method `fill_rows(masks_BTX, nodes)`, which gets `Nodes` of all rows of this class and
+    writes their masks together. Without it, `fill` is called for each row, and again for a draft that has grown.
+
     Attributes:
         may_end: the text may end here.
         is_over: nothing may follow but an end-of-sequence token.
         problem: why the constraint can no longer say what may follow; empty if it can.
     """
 
-    may_end: bool
-    is_over: bool
     problem: str
+
+    @property
+    def may_end(self) -> bool:
+        """See above."""
+
+    @property
+    def is_over(self) -> bool:
+        """See above."""
 
     def extend(self, token: int) -> None:
         """Add a token to the text."""
@@ -64,6 +83,16 @@ class Constraint(Protocol):
         The first `len(ids) + 1` are written, but for nodes after a forbidden one. Node `parents[n]`, 0 for the text, is
         followed by node n + 1 with token `ids[n]`. Nothing is allowed where the constraint cannot say what is.
         """
+
+
+class Nodes(NamedTuple):
+    """A row whose masks are wanted, and its draft; the masks of nodes before `first` are there already."""
+
+    row: int
+    constraint: Any
+    ids: Sequence[int] = ()
+    parents: Sequence[int] = ()
+    first: int = 0
 
 
 Begin = Callable[[], Constraint]
@@ -85,13 +114,21 @@ def constraint_of(sampling: SamplingConfig, vocabulary: Vocabulary) -> Constrain
 
 
 class TokenMasks(Workspace):
-    """The masks of a round's rows, and their forced tokens, in one place of the device."""
+    """The masks of a round's rows, and their forced tokens, in one place of the device.
+
+    Attributes:
+        follows_drafts: masks are written as drafts grow; else drafts are drawn from the first ones alone.
+        number: by which traces find it.
+    """
 
     def __init__(self, num_places: int, vocab_size: int, device: torch.device) -> None:
         self._sizes, self._device = (num_places, -(-vocab_size // WORD)), device
         self.bits_BTX = self._host_BTX = torch.empty(0, *self._sizes, dtype=torch.int32)
         self.forced_BK = torch.empty(0, 0, dtype=torch.int64)
-        self.num_allocations = 0
+        self.num_allocations = self._num_written = 0
+        self.follows_drafts = device.type == "cpu"
+        self.number = next(_numbers)
+        _of_number[self.number] = self
 
     def allocate(self, batch_size: int) -> None:
         """Make room for the masks of `batch_size` rows."""
@@ -103,7 +140,7 @@ class TokenMasks(Workspace):
             self.forced_BK = torch.full((batch_size, self._sizes[0] - 1), -1, device=self._device)
             self.num_allocations += 1
 
-    def force(self, constraints: Sequence[Constraint | None], num_tokens: int) -> bool:
+    def force(self, constraints: Constraints, num_tokens: int) -> bool:
         """Write the forced tokens of all rows; returns whether there are any."""
         found = [[*constraint.forced(num_tokens)] if constraint else [] for constraint in constraints]
         if any(found):
@@ -112,14 +149,85 @@ class TokenMasks(Workspace):
             self.forced_BK[: len(filled)].copy_(to_device(filled, self._device))
         return any(found)
 
-    def fill(self, rows: slice, constraints: Sequence[Constraint | None], drafted: "Drafted | None") -> None:
-        """Write the masks of these rows and their drafts."""
+    def begin(self, rows: slice, constraints: Constraints) -> None:
+        """Write the masks of the texts of these rows, which their drafts are drawn from."""
+        self._constraint_of = constraints.__getitem__  # not the constraints, in which a trace would look for tensors
+        self._num_written = 0
         self._host_BTX.fill_(-1)
-        for row in range(rows.start, rows.stop):
-            if constraint := constraints[row]:
-                constraint.fill(self._host_BTX[row], *(drafted.of_row(row) if drafted else ((), ())))
+        self._write(Nodes(row, constraints[row]) for row in range(rows.start, rows.stop))
+
+    def fill(self, rows: slice, constraints: Constraints, drafted: "Drafted | None") -> None:
+        """Write the masks of these rows and their drafts; after drafts that were followed, the last ones."""
+        drafts = [(row, drafted.of_row(row) if drafted else ((), ())) for row in range(rows.start, rows.stop)]
+        first, self._num_written = self._num_written, 0
+        if not first:
+            self._host_BTX.fill_(-1)
+        self._write(
+            Nodes(row, constraints[row], ids, parents, first) for row, (ids, parents) in drafts if first <= len(ids)
+        )
+
+    def after(self, drafted_RK: Tensor, first_row: int) -> Tensor:
+        """Write the masks after the last of the tokens drafted so far for the rows from `first_row` on.
+
+        Returns a copy (R, 1, X). While a trace is made, it is called twice for a place.
+        """
+        num_rows, place = drafted_RK.shape
+        rows = enumerate(drafted_RK.tolist(), start=first_row)
+        self._write(Nodes(row, self._constraint_of(row), ids, range(place), place) for row, ids in rows)
+        self._num_written = place + 1
+        return self._host_BTX[first_row : first_row + num_rows, place : place + 1].clone()
+
+    def _write(self, nodes: Iterable[Nodes]) -> None:
+        write(self._host_BTX, nodes)
         if self._host_BTX is not self.bits_BTX:
             self.bits_BTX.copy_(self._host_BTX, non_blocking=True)
+
+
+class MasksOfDrafts:
+    """The masks that drafts are drawn from, of some rows; see `sampling.context.DraftMasks`."""
+
+    def __init__(self, masks: TokenMasks, rows: slice) -> None:
+        self._masks, self._rows = masks, rows
+
+    def __getitem__(self, rows: slice) -> "MasksOfDrafts":
+        """Those of some of the batch's rows."""
+        return MasksOfDrafts(self._masks, rows)
+
+    def forbidden(self, drafted: Sequence[Tensor], ids: range) -> Tensor | None:
+        """See `sampling.context.DraftMasks`."""
+        if not drafted:
+            return forbidden(self._masks.bits_BTX[self._rows, :1], ids)
+        if not self._masks.follows_drafts:
+            return None
+        drafted_RK = torch.cat([*drafted], dim=1)
+        return forbidden(torch.ops.llama_ssp.masks_after(drafted_RK, self._masks.number, self._rows.start), ids)
+
+
+_numbers, _of_number = count(), WeakValueDictionary[int, TokenMasks]()
+_library = torch.library.Library("llama_ssp", "FRAGMENT")
+_library.define("masks_after(Tensor drafted, int masks, int first_row) -> Tensor")  # which a trace can hold
+_library.impl("masks_after", lambda drafted_RK, number, row: _of_number[number].after(drafted_RK, row), "CPU")
+
+
+def write(masks_BTX: Tensor, nodes: Iterable[Nodes]) -> None:
+    """Write the masks of these rows, if they have a constraint; one that is there several times has the same draft."""
+    nodes = [one for one in nodes if one.constraint]
+    first_rows, by_class = (
+        {id(one.constraint): one.row for one in reversed(nodes)},
+        defaultdict[type, list[Nodes]](list),
+    )
+    for one in nodes:
+        if one.row == first_rows[id(one.constraint)]:
+            by_class[type(one.constraint)].append(one)
+    for kind, some in by_class.items():
+        if fill_rows := getattr(kind, "fill_rows", None):
+            fill_rows(masks_BTX, some)
+        else:
+            for row, constraint, ids, parents, _ in some:
+                constraint.fill(masks_BTX[row], ids, parents)
+    for one in nodes:
+        if one.row != (first := first_rows[id(one.constraint)]):
+            masks_BTX[one.row].copy_(masks_BTX[first])
 
 
 class Drafted(NamedTuple):
@@ -145,19 +253,18 @@ class Drafted(NamedTuple):
         return ids[: len(ids) // 2], ids[len(ids) // 2 :]
 
 
-def first_masks(constraints: Sequence[Constraint | None], vocab_size: int, device: torch.device) -> Tensor | None:
+def first_masks(constraints: Constraints, vocab_size: int, device: torch.device) -> Tensor | None:
     """The masks (B, 1, X) of texts that begin; None if no text has a constraint."""
     if not any(constraints):
         return None
     bits_B1X = torch.full((len(constraints), 1, -(-vocab_size // WORD)), -1, dtype=torch.int32)
-    for row, constraint in enumerate(constraints):
-        if constraint:
-            constraint.fill(bits_B1X[row], (), ())
+    write(bits_B1X, (Nodes(row, constraint) for row, constraint in enumerate(constraints)))
     return to_device(bits_B1X, device)
 
 
 def forbidden(bits_BTX: Tensor, ids: range) -> Tensor:
     """Whether tokens of these ids are forbidden: (B, T, V)."""
-    places_32 = torch.arange(WORD, dtype=torch.int32, device=bits_BTX.device)
-    bits_BTV = (bits_BTX[..., None] >> places_32).bitwise_and_(1).flatten(-2)
-    return bits_BTV[..., ids.start : ids.stop] == 0
+    places_32 = torch.ones(WORD, dtype=torch.int32, device=bits_BTX.device).bitwise_left_shift_(
+        torch.arange(WORD, dtype=torch.int32, device=bits_BTX.device)
+    )
+    return ((bits_BTX[..., None] & places_32) == 0).flatten(-2)[..., ids.start : ids.stop]

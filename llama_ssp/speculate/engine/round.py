@@ -39,11 +39,11 @@ from llama_ssp.models.prefill import Buckets, Prompts, ShortForwards, read_promp
 from llama_ssp.models.runner import Runner, TreePlaces
 from llama_ssp.models.upload import to_device
 from llama_ssp.ranks.comms import Comm
-from llama_ssp.speculate.drafters.drafter import Drafter, Remembering, TreeTables, writes_ids
+from llama_ssp.speculate.drafters.drafter import Drafter, Remembering, TreeTables, heeds_masks, writes_ids
 from llama_ssp.speculate.drafters.limited import DraftLimit
 from llama_ssp.speculate.engine.clock import HostClock
 from llama_ssp.speculate.engine.held import PromptRow
-from llama_ssp.speculate.engine.masks import Constraint, Drafted, TokenMasks, first_masks
+from llama_ssp.speculate.engine.masks import Constraint, Drafted, MasksOfDrafts, TokenMasks, first_masks
 from llama_ssp.speculate.engine.state import BatchState
 from llama_ssp.speculate.engine.verifier import Decision, Verifier
 from llama_ssp.speculate.sampling.context import Context, Rows
@@ -173,8 +173,7 @@ class Round:
         drafted: tuple[Any, ...] = ()
         behind = []
         if choice.num_tokens:
-            is_forced = bool(constraints and self.masks and self.masks.force(constraints, choice.num_tokens))
-            behind = [self.draft_stage(choice, is_forced=is_forced, bucket=bucket)]
+            behind = [self.draft_stage(choice, *self._lead(constraints, choice), bucket=bucket)]
         for drafting in behind:
             drafted = executor.run(drafting, state)
             clock.add("draft")
@@ -224,17 +223,31 @@ class Round:
         found = executor.run(deciding, state, *drafted, logits_BWV)
         return found
 
-    def draft_stage(self, choice: DraftChoice, *, is_forced: bool = False, bucket: int) -> Stage:
+    def _lead(self, constraints: Sequence[Constraint | None], choice: DraftChoice) -> tuple[bool, bool]:
+        """Write the first masks of a draft that heeds them, and the next tokens where it gets no further masks."""
+        if not (constraints and self.masks):
+            return False, False
+        if heeds := heeds_masks(self.drafters[choice.source]):
+            self.masks.begin(self.verifier.own_rows(len(constraints)), constraints)
+        return heeds, not (heeds and self.masks.follows_drafts) and self.masks.force(constraints, choice.num_tokens)
+
+    def draft_stage(
+        self, choice: DraftChoice, has_masks: bool = False, is_forced: bool = False, *, bucket: int
+    ) -> Stage:
         """Extend every row by `choice.num_tokens` drafted tokens; returns the round's uniforms and the draft."""
         return self._stage(
-            "draft", self._draft, choice, is_forced, bucket=bucket,
+            "draft", self._draft, choice, has_masks, is_forced, bucket=bucket,
             reads=(self.drafters, self.last_and_drafted_W, self.masks),
             repeats=self.drafters[choice.source].repeats_operators,
         )  # fmt: skip
 
-    def _draft(self, choice: DraftChoice, is_forced: bool, bucket: int, state: BatchState) -> tuple[Tensor, Draft]:
+    def _draft(
+        self, choice: DraftChoice, has_masks: bool, is_forced: bool, bucket: int, state: BatchState
+    ) -> tuple[Tensor, Draft]:
         uniforms_BN, rows, number = state.uniforms(), self.draft_rows(state), choice.num_tokens
-        if is_forced and self.masks:
+        if self.masks and has_masks:
+            rows = rows._replace(masks=MasksOfDrafts(self.masks, slice(0, len(uniforms_BN))))
+        if self.masks and is_forced:
             rows = rows._replace(forced_BK=self.masks.forced_BK[: len(uniforms_BN)])
         limit, drafter = self._limit_of(choice.source), self.drafters[choice.source]
         draft = drafter.propose(

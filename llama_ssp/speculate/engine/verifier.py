@@ -132,7 +132,11 @@ class Verifier:
             found = self.rule.verify(draft, target_BTV, draws=draws)
             if forced_B1 is not None:
                 found = self.rule.accepting(forced_B1, target_BTV, draws=draws)
-            return self.rule.at_most(found, most_B1, target_BTV, draws=draws)
+            found = self.rule.at_most(found, most_B1, target_BTV, draws=draws)
+            if nothing_BT is None:
+                return found
+            # The best token of none may be the drafted one.
+            return found._replace(node_B1=draft.nodes.until(nothing_BT, found.node_B1))
 
         if not self._split:
             return self.decide(lambda: (verdict(draft, draws, most_B1, forced_B1), nothing_BT), batch_size=batch_size)

@@ -6,8 +6,8 @@ so the text keeps the distribution of the penalised target.
 Shapes: B sequences, S slots, T scored positions, V vocabulary.
 """
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -18,13 +18,23 @@ from llama_ssp.speculate.sampling.shards import WHOLE, Shard
 _OF_THE_RUN = torch.empty(0, 0)
 
 
+class DraftMasks(Protocol):
+    """What the drafts of some rows are drawn from."""
+
+    def __getitem__(self, rows: slice) -> "DraftMasks":
+        """The masks of some of the rows."""
+
+    def forbidden(self, drafted: Sequence[Tensor], ids: range) -> Tensor | None:
+        """Whether tokens of these ids are forbidden (B, 1, V) after the tokens (B, 1) drafted so far; None: unknown."""
+
+
 class Rows(NamedTuple):
     """Rows of a batch: token ids, `lengths_B` of them prompt and text, the keys of their uniforms, the prompts.
 
     Drafted tokens may follow the text; later slots are undefined. For `sampling_BX` see `by_row`. `forced_BK` has
     tokens that a drafter takes in place of its own, and -1 elsewhere; K is 0 if there are none. A row goes on up to
     `limits_B` tokens; if that is empty, all rows go on. `places_B` are their rows in caches, and in tables of a
-    drafter's own; it is empty if these are all rows, in order.
+    drafter's own; it is empty if these are all rows, in order. `masks` are of rows with constraints, if there are any.
     """
 
     tokens_BS: Tensor
@@ -35,6 +45,7 @@ class Rows(NamedTuple):
     forced_BK: Tensor = _OF_THE_RUN
     limits_B: Tensor = _OF_THE_RUN
     places_B: Tensor = _OF_THE_RUN
+    masks: DraftMasks | tuple[()] = ()
 
     @property
     def places(self) -> Tensor | None:

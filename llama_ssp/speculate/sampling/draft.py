@@ -70,6 +70,10 @@ class Chain(NamedTuple):
         """Take numbers of T places after the text; returns for each node the number at its children's place."""
         return places_BTP
 
+    def until(self, nothing_BT: Tensor, node_B1: Tensor) -> Tensor:
+        """The first node, on the path to a node, after which nothing may follow; without one that node itself."""
+        return node_B1.minimum((nothing_BT.cumsum(1) == 0).sum(1, keepdim=True))
+
 
 class Topology(NamedTuple):
     """Parents, depths and paths of the nodes, in the trees of some rows.
@@ -106,6 +110,12 @@ class Topology(NamedTuple):
     def at_nodes(self, places_BTP: Tensor) -> Tensor:
         """See `Chain.at_nodes`."""
         return places_BTP.gather(1, self.depths_BT[..., None].expand(-1, -1, places_BTP.shape[2]))
+
+    def until(self, nothing_BT: Tensor, node_B1: Tensor) -> Tensor:
+        """See `Chain.until`; the first of a path has the smallest number."""
+        index_B1T = node_B1[..., None].expand(-1, -1, nothing_BT.shape[1])
+        ends_BT = self.ancestors_BTT.gather(1, index_B1T)[:, 0] & nothing_BT
+        return torch.where(ends_BT.any(1, keepdim=True), ends_BT.long().argmax(1, keepdim=True), node_B1)
 
     def path_to(self, node_B1: Tensor) -> tuple[Tensor, Tensor]:
         """The path to a node: how many nodes it has (B, 1), and a row of `paths_BTD`, (B, D)."""

@@ -28,8 +28,11 @@ REGEX = "(ab|b)*a"
 STRUCTURED = GrammarSampling(regex=REGEX)
 
 
-def decoder(*, has_draft: bool = True, batch_size: int = 3, lag: int = 0, **how: Any) -> Decoder:
-    """A decoder over four tokens; rows with a `regex` in their sampling follow it."""
+def decoder(*, has_draft: bool = True, batch_size: int = 3, lag: int = 0, follows: bool = True, **how: Any) -> Decoder:
+    """A decoder over four tokens; rows with a `regex` in their sampling follow it.
+
+    Without `follows`, masks are written as for a GPU.
+    """
     draft = PrefixRunner(4, seed=5) if has_draft else None
     how = {"temperature": 0.8, "replay": False} | how
     made = make_decoder(PrefixRunner(4, seed=3), draft, batch_size=batch_size, eos_ids=(EOS,), has_masks=True, **how)
@@ -39,6 +42,8 @@ def decoder(*, has_draft: bool = True, batch_size: int = 3, lag: int = 0, **how:
         return prepare(asked, VOCABULARY)() if asked else None
 
     made.constrain, made.lag = constrain, lag
+    if not follows and made.round.masks:
+        made.round.masks.follows_drafts = False
     return made
 
 
@@ -81,6 +86,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "traced": {"replay": True},
     "traced greedy": {"replay": True, "temperature": 0.0},
     "late": {"lag": 1},
+    "as on a GPU": {"follows": False},
+    "traced as on a GPU": {"follows": False, "replay": True},
 }
 
 
@@ -122,7 +129,7 @@ def test_a_choice_of_lengths_keeps_the_greedy_text() -> None:
     assert ids_of(complete(made, requests)) == ids_of(complete(decoder(has_draft=False, temperature=0.0), requests))
 
 
-@pytest.mark.parametrize("kind", ["plain", "chain", "greedy", "tree", "block", "coupled"])
+@pytest.mark.parametrize("kind", ["plain", "chain", "greedy", "tree", "greedy tree", "block", "coupled"])
 def test_a_row_without_an_allowed_token_ends_with_an_error_of_its_own(kind: str) -> None:
     dead = GrammarSampling(regex="(ab|b){2}c")  # which no token can end
     requests, failed = asked([STRUCTURED, dead, None]), dict[int, str]()
@@ -202,7 +209,8 @@ def test_forced_tokens_are_drafted_and_change_no_greedy_text(monkeypatch: pytest
     plain = complete(decoder(has_draft=False, temperature=0.0), asked([whole, None, whole]))
     monkeypatch.setattr(GrammarText, "forced", known)
     kinds: list[dict[str, Any]] = [
-        {}, {"replay": True}, {"rule_name": "coupled"}, {"tree": "2x2"}, {"tree": "2x2", "replay": True},
+        {}, {"follows": False}, {"follows": False, "replay": True}, {"replay": True},
+        {"rule_name": "coupled", "follows": False}, {"tree": "2x2"}, {"tree": "2x2", "replay": True},
         {"tree": "dynamic-5x2x3"}, {"has_draft": False, "ngram": True},
         {"has_draft": False, "ngram": True, "tree": "2x2"},
     ]  # fmt: skip
@@ -215,7 +223,9 @@ def test_forced_tokens_are_drafted_and_change_no_greedy_text(monkeypatch: pytest
     assert {text_of(done) for done in sampled} <= {"abab", "abb", "bab", "bb"}
 
 
-@pytest.mark.parametrize("kind", ["chain", "greedy", "tree", "greedy tree", "dynamic tree", "copies", "copied tree"])
+@pytest.mark.parametrize(
+    "kind", ["as on a GPU", "greedy", "tree", "greedy tree", "dynamic tree", "copies", "copied tree"]
+)
 def test_what_must_follow_is_drafted_whatever_drafts(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """A text that is known passes in rounds of as many tokens as a draft can have, and one more."""
     how = KINDS.get(kind, {"has_draft": False, "ngram": True, "tree": "2x2", "temperature": 0.0})

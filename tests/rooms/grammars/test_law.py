@@ -5,7 +5,7 @@ The law is enumerated for four tokens. Masks come from the room, the expected on
 Shapes: G tables, B rows, T places, K drafted tokens, V = 4 tokens, X words of a mask.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from llama_ssp.rooms.grammars.records import GrammarSampling
 from llama_ssp.rooms.grammars.text import prepare
 from llama_ssp.settings.schema import SamplingConfig, VerificationConfig
-from llama_ssp.speculate.drafters.drafter import with_forced, with_forced_child
+from llama_ssp.speculate.drafters.drafter import draw_allowed, with_forced, with_forced_child
 from llama_ssp.speculate.engine.masks import forbidden
 from llama_ssp.speculate.sampling.context import Context
 from llama_ssp.speculate.sampling.draft import Draft, Topology, Verdict
@@ -87,12 +87,16 @@ def restricted(target: TableModel, regex: str) -> TableModel:
 
 def error(
     regex: str, sampling: SamplingConfig, rule_name: str, number: int, *, fault: Fault = lambda bits: bits,
-    wrap: Callable[[Rule, str, Fault], Rule] = Constrained, **how: Any,
+    wrap: Callable[[Rule, str, Fault], Rule] = Constrained, knows: Sequence[int] = range(4), **how: Any,
 ) -> float:  # fmt: skip
-    """The largest difference between the law of a text and the restricted target's."""
+    """The largest difference between the law of a text and the restricted target's; a draft `knows` some tokens."""
     rule = wrap(make_rule(sampling, VerificationConfig(rule=rule_name)), regex, fault)
     target = full_table(seed=3 + number, num_tables=2, max_length=number)
     draft = random_table(seed=50 + number, num_tables=2, max_length=number)
+    if len(knows) < VOCABULARY.size:
+        of_known_V = torch.full((VOCABULARY.size,), float("-inf"), dtype=torch.float64)
+        of_known_V[[*knows]] = 0.0
+        draft = TableModel(tuple(torch.zeros_like(logits) + of_known_V for logits in draft.logits))
     laws = [processor(sampling)(logits) for logits in restricted(target, regex).logits]
     texts = round_law(rule, target, draft, number, **how)
     law = texts[0]
@@ -156,6 +160,44 @@ class Forced(Constrained):
 @grid(regex=list(LANGUAGES), rule_name=["speculative", "block"], number=[1, 2])
 def test_forced_tokens_among_drawn_ones_keep_the_law(regex: str, rule_name: str, number: int) -> None:
     assert error(regex, SAMPLINGS["temperature"], rule_name, number, wrap=Forced) < 1e-12
+
+
+class Led(Constrained):
+    """Draws drafts from what the masks leave; these leave some places nothing that the draft knows."""
+
+    def draw(self, logits_BTV: Tensor, uniforms_BTP: Tensor, context: Context | None = None) -> Any:  # noqa: ANN401
+        assert context
+        pairs = zip(map(tuple, context.tokens_BS.tolist()), context.last_BT[:, 0].tolist(), strict=True)
+        bits_B1X = torch.stack([masks(self._regex, tokens_S[: last + 1], ()) for tokens_S, last in pairs])
+        is_forbidden_B1V = forbidden(self._fault(bits_B1X), range(logits_BTV.shape[-1]))
+        first_V = torch.eye(1, logits_BTV.shape[-1], dtype=logits_BTV.dtype)[0]
+        return draw_allowed(self._inner, logits_BTV, uniforms_BTP, context, is_forbidden_B1V, first_V)
+
+
+@pytest.mark.seconds
+@grid(regex=list(LANGUAGES), name=list(SAMPLINGS), rule_name=["speculative", "block"], number=[1, 2])
+def test_drafts_that_are_drawn_from_the_masks_keep_the_law(regex: str, name: str, rule_name: str, number: int) -> None:
+    assert error(regex, SAMPLINGS[name], rule_name, number, wrap=Led) < 1e-12
+
+
+class LawOfAll(Led):
+    """Says the law of all tokens."""
+
+    def draw(self, logits_BTV: Tensor, uniforms_BTP: Tensor, context: Context | None = None) -> Any:  # noqa: ANN401
+        return super().draw(logits_BTV, uniforms_BTP, context)[0], self._inner.process(logits_BTV, context)
+
+
+class NoToken(Led):
+    """Says no law where nothing is left."""
+
+    def draw(self, logits_BTV: Tensor, uniforms_BTP: Tensor, context: Context | None = None) -> Any:  # noqa: ANN401
+        ids_B1, probs_B1V = super().draw(logits_BTV, uniforms_BTP, context)
+        return ids_B1, probs_B1V.masked_fill(probs_B1V[..., :1] == 1.0, 0.0)
+
+
+@pytest.mark.parametrize(("wrap", "knows"), [(LawOfAll, range(4)), (NoToken, [EOS])])
+def test_drafts_from_the_masks_that_say_another_law_change_the_text(wrap: type[Led], knows: Sequence[int]) -> None:
+    assert error("(ab|b){1,2}", SAMPLINGS["temperature"], "speculative", 2, wrap=wrap, knows=knows) > 1e-3
 
 
 class WrongLaw(Forced):

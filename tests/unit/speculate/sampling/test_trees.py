@@ -13,7 +13,7 @@ from llama_ssp.settings.schema import SamplingConfig, VerificationConfig
 from llama_ssp.settings.trees import tree_shape
 from llama_ssp.speculate.engine.executors import tensors_of
 from llama_ssp.speculate.sampling import trees
-from llama_ssp.speculate.sampling.draft import Draft, Topology, Verdict
+from llama_ssp.speculate.sampling.draft import Chain, Draft, Topology, Verdict, find_topology
 from llama_ssp.speculate.sampling.processors import draw, processor
 from llama_ssp.speculate.sampling.rules import Rule, draw_next, make_rule, verify_block
 from llama_ssp.speculate.sampling.trees import Level, NodeLaws, Tree, draw_children, verify_tree
@@ -471,3 +471,16 @@ def test_a_text_that_is_no_shape_is_refused(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         tree_shape(text)
     assert tree_shape("16x15").num_nodes == 256
+
+
+@pytest.mark.parametrize(
+    ("empty", "paths"), [([], {0: 0, 2: 2, 4: 4}), ([0], {4: 0}), ([1, 3], {4: 1, 2: 2}), ([2], {4: 4}), ([4], {4: 4})]
+)
+def test_a_path_ends_where_nothing_may_follow(empty: list[int], paths: dict[int, int]) -> None:
+    """The path to node 4 is 1, 3, 4; in a chain all nodes before it are on it."""
+    nothing_1T = torch.zeros(1, 5, dtype=torch.bool)
+    nothing_1T[:, empty] = True
+    nodes = find_topology(torch.tensor([[0, 0, 1, 3]]), depth=3)
+    for node, ends in paths.items():
+        assert int(nodes.until(nothing_1T, torch.tensor([[node]]))) == ends
+        assert int(Chain().until(nothing_1T, torch.tensor([[node]]))) == min([node, *empty])
