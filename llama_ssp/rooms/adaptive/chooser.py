@@ -11,8 +11,8 @@ The largest gain wins; drafting nothing gains 1 / cost. An unused drafter teache
 a round probes one. Probes may take `PROBE_SHARE` of the time.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from llama_ssp.speculate.engine.lengths import FixedLength, num_chunks
 from llama_ssp.speculate.engine.round import DraftChoice
@@ -33,36 +33,43 @@ PRIOR_WEIGHT = 8.0
 class RoundCosts:
     """Costs of rounds in any unit of time, the same on all ranks.
 
-    `catch_up` is by drafter, of reading `CATCH_UP_CHUNK` tokens that it skipped.
+    Attributes:
+        rounds: of `num_rows` rows.
+        catch_up: by drafter, of reading `CATCH_UP_CHUNK` tokens that it skipped.
+        of_one: of rounds of one row, where rounds leave rows out; empty where each computes all rows.
     """
 
     rounds: dict[DraftChoice, float]
     catch_up: tuple[float, ...]
+    of_one: dict[DraftChoice, float] = field(default_factory=dict)
+    num_rows: int = 1
+
+    def of_rows(self, number: int) -> dict[DraftChoice, float]:
+        """The costs of rounds of so many rows, on a line between one row and all of them."""
+        if not self.of_one or not number:
+            return self.rounds
+        share = (number - 1) / (self.num_rows - 1)
+        return {choice: one + share * (self.rounds[choice] - one) for choice, one in self.of_one.items()}
 
 
 class AdaptiveLength(FixedLength):
     """Takes the choice that gains most, also `DraftChoice(0)`; `acceptance` is expected of each drafter at first."""
 
     def __init__(self, costs: RoundCosts, *, acceptance: Sequence[float]) -> None:
-        self.choices = tuple(costs.rounds)
-        self._plain_cost = costs.rounds[DraftChoice(0)]
+        self.choices, self._costs = tuple(costs.rounds), costs
         self._sources = [
-            _Source(
-                {choice: cost for choice, cost in costs.rounds.items() if choice.num_tokens and choice.source == place},
-                catch_up=costs.catch_up[place],
-                prior=prior,
-            )
+            _Source(place, self.choices, catch_up=costs.catch_up[place], prior=prior)
             for place, prior in enumerate(acceptance)
         ]
         self._budget = 0.0
-        self._plans: dict[tuple[int, ...], tuple[DraftChoice, float, DraftChoice | None, float]] = {}
+        self._plans: dict[object, tuple[DraftChoice, float, DraftChoice | None, float, float]] = {}
 
     def choose(self, num_skipped: Sequence[int]) -> DraftChoice:
         """See `FixedLength`."""
-        best, cost, probe, loss = self._planned(num_skipped)
+        best, cost, probe, loss, plain_cost = self._planned(num_skipped)
         if probe is None:
             return best
-        self._budget = min(self._budget + PROBE_SHARE * cost, MOST_SAVED * self._plain_cost)
+        self._budget = min(self._budget + PROBE_SHARE * cost, MOST_SAVED * plain_cost)
         if loss > self._budget:
             return best
         self._budget -= loss
@@ -70,7 +77,7 @@ class AdaptiveLength(FixedLength):
 
     def reads_at_once(self, source: int) -> bool:
         """See `FixedLength`: False if it would lose with all tokens accepted, as other choices may be worth a try."""
-        return self._sources[source].may_gain(self._plain_cost)
+        return any(self._sources[source].may_gain(costs) for costs in (self._costs.rounds, self._costs.of_one))
 
     def observe(self, choice: DraftChoice, num_accepted: Sequence[int]) -> None:
         """See `FixedLength`."""
@@ -78,50 +85,52 @@ class AdaptiveLength(FixedLength):
             self._sources[choice.source].observe(choice.num_tokens, num_accepted)
             self._plans.clear()
 
-    def _planned(self, num_skipped: Sequence[int]) -> tuple[DraftChoice, float, DraftChoice | None, float]:
-        """The choice that gains most, its cost, the one to probe with another drafter, and the probe's loss.
+    def _planned(self, num_skipped: Sequence[int]) -> tuple[DraftChoice, float, DraftChoice | None, float, float]:
+        """The choice that gains most, its cost, the one to probe with another drafter, the probe's loss, a plain cost.
 
-        They stay until a drafted round was observed or more was skipped.
+        They stay until a drafted round was observed, more was skipped, or there are more or fewer rows.
         """
         chunks = (*map(num_chunks, num_skipped),)
-        if chunks in self._plans:
-            return self._plans[chunks]
-        plain = DraftChoice(0), 1 / self._plain_cost, self._plain_cost
-        found = [source.best(number) for source, number in zip(self._sources, chunks, strict=True)]
-        best, gain, cost = max(plain, *found, key=lambda rated: rated[1])
+        if (chunks, self.num_rows) in self._plans:
+            return self._plans[chunks, self.num_rows]
+        costs = self._costs.of_rows(self.num_rows)
+        plain_cost = costs[DraftChoice(0)]
+        found = [source.best(costs, number) for source, number in zip(self._sources, chunks, strict=True)]
+        best, gain, cost = max((DraftChoice(0), 1 / plain_cost, plain_cost), *found, key=lambda rated: rated[1])
         probes = [
-            source.probe(gain, chunks[place])
+            source.probe(costs, gain, chunks[place])
             for place, source in enumerate(self._sources)
             if not (best.num_tokens and best.source == place)
         ]
         loss, probe = min(probes) if probes else (0.0, None)
-        self._plans[chunks] = best, cost, probe, max(loss, 0.0)
-        return self._plans[chunks]
+        plan = self._plans[chunks, self.num_rows] = best, cost, probe, max(loss, 0.0), plain_cost
+        return plan
 
 
 class _Source:
-    """The gains of one drafter, from the costs of its choices, as `AdaptiveLength` is given them."""
+    """The gains of one drafter, the one of this number, by its choices; costs are those of `RoundCosts.of_rows`."""
 
-    def __init__(self, costs: dict[DraftChoice, float], *, catch_up: float, prior: float) -> None:
-        self._costs, self._catch_up, self._prior = costs, catch_up, prior
-        longest = max(choice.num_tokens for choice in costs)
+    def __init__(self, number: int, choices: Sequence[DraftChoice], *, catch_up: float, prior: float) -> None:
+        self._own = [choice for choice in choices if choice.num_tokens and choice.source == number]
+        self._catch_up, self._prior = catch_up, prior
+        longest = max(choice.num_tokens for choice in self._own)
         self._accepted, self._tried = [0.0] * longest, [0.0] * longest
         self._update()
 
-    def may_gain(self, plain_cost: float) -> bool:
+    def may_gain(self, costs: Mapping[DraftChoice, float]) -> bool:
         """Whether a choice would gain over plain rounds if all its tokens were accepted."""
-        return any((choice.num_tokens + 1) * plain_cost > cost for choice, cost in self._costs.items())
+        return bool(costs) and any((one.num_tokens + 1) * costs[DraftChoice(0)] > costs[one] for one in self._own)
 
-    def best(self, chunks: int) -> tuple[DraftChoice, float, float]:
+    def best(self, costs: Mapping[DraftChoice, float], chunks: int) -> tuple[DraftChoice, float, float]:
         """The choice that gains most over some rounds, its gain and its cost in each, after `chunks` to catch up."""
         more = self._catch_up * chunks / LASTING_ROUNDS
-        gain, choice = max((self._tokens[choice] / (cost + more), choice) for choice, cost in self._costs.items())
-        return choice, gain, self._costs[choice] + more
+        gain, choice = max((self._tokens[choice] / (costs[choice] + more), choice) for choice in self._own)
+        return choice, gain, costs[choice] + more
 
-    def probe(self, gain: float, chunks: int) -> tuple[float, DraftChoice]:
+    def probe(self, costs: Mapping[DraftChoice, float], gain: float, chunks: int) -> tuple[float, DraftChoice]:
         """The round that loses least against a gain, and its loss."""
         more = self._catch_up * chunks
-        return min((cost + more - self._tokens[choice] / gain, choice) for choice, cost in self._costs.items())
+        return min((costs[choice] + more - self._tokens[choice] / gain, choice) for choice in self._own)
 
     def observe(self, num_drafted: int, num_accepted: Sequence[int]) -> None:
         """Count a round: of each row, the accepted tokens and the first rejected one were tried."""
@@ -140,4 +149,4 @@ class _Source:
             estimate = (accepted + PRIOR_WEIGHT * estimate) / (tried + PRIOR_WEIGHT)
             reached *= estimate
             tokens.append(tokens[-1] + reached)
-        self._tokens = {choice: tokens[choice.num_tokens] for choice in self._costs}
+        self._tokens = {choice: tokens[choice.num_tokens] for choice in self._own}

@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from statistics import linear_regression
+from typing import Any
 
 from llama_ssp.architectures.engine import CATCH_UP_CHUNK
 from llama_ssp.errors import ConfigError
@@ -40,7 +41,8 @@ def make(
     # Hosts may have measured other pairs, and all ranks must choose alike.
     acceptance = from_rank_0(comm, lambda: expected_acceptance(config))
     sources = range(len(decoder.round.drafters))
-    lengths = lengths_for(config.draft.model.shape if config.draft.model else None)
+    most, known = decoder.round.max_tokens_per_round - 1, config.draft.model
+    lengths = sorted({min(number, most) for number in lengths_for(known.shape if known else None)})
     choices = [DraftChoice(0), *(DraftChoice(number, source) for source in sources for number in lengths)]
 
     def kept() -> object:
@@ -49,7 +51,7 @@ def make(
             return None
         try:
             content = read_json(text)
-            _read_costs(content, choices)
+            _read_costs(content, choices, decoder.batch_size)
         except (KeyError, TypeError, ValueError):
             raise ConfigError(f"{COSTS_FILE} of run_dir is damaged: delete it to measure again") from None
         return content
@@ -61,9 +63,13 @@ def make(
 
     content = from_rank_0(comm, kept)
     if content is None:
-        measured = _measure_costs(decoder, choices, comm=comm, num_slots=num_slots)
+        how: dict[str, Any] = {"comm": comm, "num_slots": num_slots}
+        rounds, catch_up = _measure_costs(decoder, choices, **how)
+        measured = {"rounds": rounds, "catch_up_seconds": catch_up}
+        if decoder.picks_rows:
+            measured["rounds_of_one_row"] = _measure_costs(decoder, choices, num_rows=1, **how)[0]
         content = from_rank_0(comm, keep)
-    return AdaptiveLength(_read_costs(content, choices), acceptance=acceptance)
+    return AdaptiveLength(_read_costs(content, choices, decoder.batch_size), acceptance=acceptance)
 
 
 def of_costs(rounds: Mapping[DraftChoice, float], *, acceptance: Sequence[float]) -> AdaptiveLength:
@@ -88,8 +94,12 @@ def expected_acceptance(config: RunConfig) -> list[float]:
     return [first, *behind]
 
 
-def _measure_costs(decoder: Decoder, choices: list[DraftChoice], *, comm: Comm, num_slots: int) -> dict[str, object]:
-    """Time rounds of every choice in turns, and take the fastest of each; see `_on_a_line`.
+def _measure_costs(
+    decoder: Decoder, choices: list[DraftChoice], *, comm: Comm, **how: int
+) -> tuple[list[dict[str, float]], list[float]]:
+    """Time rounds of every choice in turns, and take the fastest of each; see `_on_a_line` and `Decoder.time_rounds`.
+
+    Returns the costs of rounds, and by drafter of a chunk to catch up.
 
     In large batches a drafted token may cost as much as a plain one. Drafts that would lose even if all their tokens
     were accepted are the slowest rounds: they are not timed again, and do not decide what others cost.
@@ -100,7 +110,7 @@ def _measure_costs(decoder: Decoder, choices: list[DraftChoice], *, comm: Comm, 
     fastest = dict.fromkeys(timed, math.inf)
     started = time.perf_counter()
     for repetition in range(NUM_WARM + NUM_TIMED):
-        took = decoder.time_rounds(timed, num_slots=num_slots)
+        took = decoder.time_rounds(timed, **how)
         if repetition >= NUM_WARM:
             for choice, seconds in zip(timed, took, strict=True):
                 fastest[choice] = min(fastest[choice], seconds)
@@ -116,7 +126,7 @@ def _measure_costs(decoder: Decoder, choices: list[DraftChoice], *, comm: Comm, 
         own = {choice: fastest[choice] for choice in choices[1:] if choice.source == source}
         costs |= _on_a_line(own, fitted=[choice for choice in own if _may_gain(choice, fastest)])
     rounds = [{"num_tokens": k.num_tokens, "source": k.source, "seconds": s} for k, s in costs.items()]
-    return {"rounds": rounds, "catch_up_seconds": catch_up}
+    return rounds, catch_up
 
 
 def _may_gain(choice: DraftChoice, fastest: dict[DraftChoice, float]) -> bool:
@@ -134,9 +144,13 @@ def _on_a_line(seconds: dict[DraftChoice, float], *, fitted: list[DraftChoice]) 
     return {choice: max(first + slope * choice.num_tokens, least) for choice in seconds}
 
 
-def _read_costs(content: Parsed, choices: list[DraftChoice]) -> RoundCosts:
-    rounds = {DraftChoice(cost["num_tokens"], cost["source"]): cost["seconds"] for cost in content["rounds"]}
-    catch_up = tuple(content["catch_up_seconds"])
-    if [*rounds] != choices or min(rounds.values()) <= 0 or min(catch_up) < 0 or len(catch_up) <= choices[-1].source:
+def _read_costs(content: Parsed, choices: list[DraftChoice], num_rows: int) -> RoundCosts:
+    rounds, of_one = (
+        {DraftChoice(cost["num_tokens"], cost["source"]): cost["seconds"] for cost in measured}
+        for measured in (content["rounds"], content.get("rounds_of_one_row", ()))
+    )
+    catch_up, costs = tuple(content["catch_up_seconds"]), [*rounds.values(), *of_one.values()]
+    is_whole = [*rounds] == choices and [*of_one] in ([], choices) and len(catch_up) > choices[-1].source
+    if not is_whole or min(costs) <= 0 or min(catch_up) < 0:
         raise ValueError(content)
-    return RoundCosts(rounds=rounds, catch_up=catch_up)
+    return RoundCosts(rounds=rounds, catch_up=catch_up, of_one=of_one, num_rows=num_rows)

@@ -15,7 +15,10 @@ class FixedLength:
 
     Attributes:
         choices: whatever `choose` may return, but for `num_unread`.
+        num_rows: of the next round, as far as they take drafts; 0 before the first one.
     """
+
+    num_rows = 0
 
     def __init__(self, num_draft_tokens: int) -> None:
         self.choices: tuple[DraftChoice, ...] = (DraftChoice(num_draft_tokens),)

@@ -375,7 +375,12 @@ class Decoding:
 
     def _choose(self) -> DraftChoice:
         """Choose what the next round drafts; a drafter that has not read all prompts reads them now if it drafts."""
-        choice = self.decoder.length.choose(self._unread.num_tokens)
+        length = self.decoder.length
+        drafted = [owner for owner in self.rows.decoding if owner.request.num_draft_tokens != 0]
+        length.num_rows = len(drafted)
+        choice = length.choose(self._unread.num_tokens)
+        if not self.round.verifier.rule.takes_best and any(owner.request.keeps_lengths for owner in drafted):
+            choice = max(one for one in length.choices if not one.source)
         if (self.round.limit or self.round.steps) and all(
             owner.request.num_draft_tokens == 0 or self._outgrew(owner, choice) for owner in self.rows.decoding
         ):
@@ -690,6 +695,6 @@ class Decoding:
             constraint.extend(token)
             watched = bool(owner.stop_watch and owner.stop_watch.num_until_stop([token]))
             stops = watched or token in owner.request.stop_ids
-            if (stops and constraint.may_end) or (constraint.is_over and not self.decoder.eos_ids):
+            if (stops and constraint.may_end) or (not self.decoder.eos_ids and constraint.is_over):
                 return ids[:number], "stop"
         return ids, None

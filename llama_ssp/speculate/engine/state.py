@@ -50,6 +50,7 @@ class Request:
             of their own; 0 decodes plainly, None takes all.
         stop_ids: further tokens that end it, and stay in it.
         begin: begins the constraint of its text, which has been prepared; None to prepare it with its row.
+        keeps_lengths: rounds draft as many tokens as they may while it decodes, since its text depends on the number.
     """
 
     index: int
@@ -64,6 +65,7 @@ class Request:
     num_draft_tokens: int | None = None
     stop_ids: tuple[int, ...] = ()
     begin: Begin | None = field(default=None, compare=False)
+    keeps_lengths: bool = False
 
     def key(self, seed: int) -> int:
         """The key of its uniforms, in a run of this seed."""

@@ -65,6 +65,20 @@ def test_it_costs_hardly_more_than_the_best_fixed_length(acceptance: float, draf
     assert run.run(4000) < 1.05 * best
 
 
+def test_one_row_drafts_where_all_rows_would_lose() -> None:
+    """And some rows draft fewer tokens than one."""
+    of_one, of_all = costs(draft_step=0.1), costs(draft_step=0.9)
+    length = AdaptiveLength(
+        RoundCosts(rounds=of_all.rounds, catch_up=(0.0,), of_one=of_one.rounds, num_rows=8), acceptance=[0.7]
+    )
+    chosen = []
+    for number in (1, 4, 8):
+        length.num_rows = number
+        chosen.append(length.choose([0]).num_tokens)
+    assert chosen[0] > chosen[1] > chosen[2] == 0
+    assert length.reads_at_once(0)
+
+
 @pytest.mark.parametrize("catch_up", [0.0, 5.0])
 def test_where_drafts_lose_it_decodes_plainly_but_for_probes(catch_up: float) -> None:
     known = costs(draft_step=0.9, catch_up=catch_up)

@@ -27,8 +27,9 @@ REQUEST = Request(index=0, prompt_ids=(0, 1), max_new_tokens=20)
 class TimedRounds:
     """Stands for a decoder whose rounds take planted times: a plain one 1 s, others by K and by the measurement."""
 
-    def __init__(self, seconds: Callable[[int, int], float]) -> None:
-        self.round, self.length = SimpleNamespace(drafters=[object()], steps=None), FixedLength(0)
+    def __init__(self, seconds: Callable[[int, int], float], of_one: Callable[[int, int], float] | None = None) -> None:
+        self.round = SimpleNamespace(drafters=[object()], steps=None, max_tokens_per_round=9)
+        self.length, self.picks_rows, self.batch_size, self.of_one = FixedLength(0), bool(of_one), 8, of_one
         self.seconds, self.timed = seconds, list[list[int]]()
 
     def make_room(self, requests: Sequence[Request]) -> None:
@@ -38,20 +39,27 @@ class TimedRounds:
         """Keep what chooses K."""
         self.length = length
 
-    def time_rounds(self, choices: Sequence[DraftChoice], *, num_slots: int) -> list[float]:  # noqa: ARG002
+    def time_rounds(
+        self,
+        choices: Sequence[DraftChoice],
+        *,
+        num_slots: int,  # noqa: ARG002
+        num_rows: int | None = None,
+    ) -> list[float]:
         """The planted times, and those to read a chunk that was skipped."""
         self.timed.append([choice.num_tokens for choice in choices])
+        seconds = self.of_one if num_rows == 1 and self.of_one else self.seconds
         return [
-            self.seconds(each.num_tokens, len(self.timed)) + CHUNK_S * (each.num_unread > 2) if each.num_tokens else 1.0
+            seconds(each.num_tokens, len(self.timed)) + CHUNK_S * (each.num_unread > 2) if each.num_tokens else 1.0
             for each in choices
         ]
 
 
-def tuned(seconds: Callable[[int, int], float]) -> tuple[Any, list[list[int]]]:
+def tuned(seconds: Callable[[int, int], float], *of_one: Callable[[int, int], float]) -> tuple[Any, list[list[int]]]:
     """What chooses K after the measurement, and the lengths that each measurement has timed."""
     config = load("tiny", "tiny-draft").config
     speculation = SpeculationConfig(num_draft_tokens="auto", acceptance=0.8)
-    decoder: Any = TimedRounds(seconds)
+    decoder: Any = TimedRounds(seconds, *of_one)
     make_ready(decoder, [REQUEST], replace(config, speculation=speculation), comm=Comm.single())
     return decoder.length, decoder.timed
 
@@ -75,6 +83,15 @@ def test_long_drafts_that_others_slowed_down_do_not_make_short_ones_cheap() -> N
 def test_measurements_that_others_slowed_down_do_not_count() -> None:
     length, _ = tuned(lambda number, measurement: (1 + 0.3 * number) * (1.0 if measurement % 2 else 9.0))
     assert length.choose([0]).num_tokens
+
+
+def test_rounds_of_one_row_are_measured_where_rows_are_left_out() -> None:
+    length, timed = tuned(lambda number, _: 1 + 1.1 * number, lambda number, _: 1 + 0.1 * number)
+    assert [0, *LENGTHS, 1, 0] == timed[0] == timed[-1]
+    chosen = []
+    for length.num_rows in (1, 8):
+        chosen.append(length.choose([0]).num_tokens)
+    assert chosen[0] > chosen[1] == 0
 
 
 WORDS = (

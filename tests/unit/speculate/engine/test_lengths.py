@@ -1,6 +1,7 @@
 """Rounds whose K changes: their text is the target's whatever is chosen, and their costs are those of texts."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,20 @@ def texts(
     decoder = make_decoder(PrefixRunner(), PrefixRunner(seed=draft_seed), **options)
     decoder.length = ScriptedLength(script, reads_late=reads_late)
     return complete(decoder, REQUESTS)
+
+
+@pytest.mark.parametrize("rule_name", ["speculative", "block"])
+def test_rounds_with_a_row_whose_text_depends_on_k_draft_the_most(rule_name: str) -> None:
+    """Its text is that of a run of this one K; rows after it are drafted for as is chosen."""
+    how: dict[str, Any] = {"temperature": 0.9, "rule_name": rule_name, "num_draft_tokens": 4}
+    asked = [replace(REQUESTS[1], keeps_lengths=True), replace(REQUESTS[0], index=0)]
+    chosen = make_decoder(PrefixRunner(), PrefixRunner(seed=1), **how)
+    chosen.length = ScriptedLength([DraftChoice(number) for number in (1, 0, 4, 2)])
+    kept, other = sorted(complete(chosen, asked), key=lambda done: not done.request.keeps_lengths)
+    fixed = complete(make_decoder(PrefixRunner(), PrefixRunner(seed=1), **how), asked[:1])
+    assert kept.token_ids == fixed[0].token_ids
+    assert {*kept.draft_lengths} == {4}
+    assert {0, 1} <= {*other.draft_lengths}
 
 
 @pairs(name=["lengths", "pauses", "a long pause"], reads_late=[False, True])
