@@ -200,13 +200,15 @@ class BodyReader:
         stops, num_samples, echoes = _stops(given), given.get("n", 1), bool(given.get("echo"))
         if not 1 <= num_samples <= MOST_SAMPLES:
             raise RequestError(f"n={num_samples} must be 1 to {MOST_SAMPLES}", param="n")
+        sampling = self._sampling(given)
+        depends_on_k = "seed" in given and sampling.temperature > 0 and not self._config.speculation.chooser
         first = ServedRequest(
-            index=0, prompt_ids=prompts[0], max_new_tokens=0, sampling=self._sampling(given),
+            index=0, prompt_ids=prompts[0], max_new_tokens=0, sampling=sampling,
             ignores_eos=given.get("ignore_eos", False), seed=given.get("seed", secrets.randbits(63)),
             num_top=_num_top(given, is_chat=is_chat), scores_prompt=echoes,
             stops=StopStrings(self._maker.tokenizer, stops) if stops else None,
             stop_ids=self._stop_ids(given), shows_stop=given.get("include_stop_str_in_output", False),
-            num_draft_tokens=self._most_drafted(given),
+            num_draft_tokens=self._most_drafted(given), keeps_lengths=depends_on_k,
         )  # fmt: skip
         structure: tuple[str, str] | None = None
         for name in SERVED_FIELDS.all().keys() & given.keys():

@@ -31,9 +31,10 @@ from llama_ssp.run.decoders import build_decoder
 from llama_ssp.run.session import Session
 from llama_ssp.run.tuning import make_ready
 from llama_ssp.settings.constraints import constraint_asked
+from llama_ssp.settings.lengths import finder
 from llama_ssp.settings.schema import SamplingConfig
 from llama_ssp.speculate.engine.likelihoods import ScoredText, TokenScores
-from llama_ssp.speculate.engine.loop import Decoding
+from llama_ssp.speculate.engine.loop import Decoder, Decoding
 from llama_ssp.speculate.engine.masks import Begin, prepare_constraint
 from llama_ssp.speculate.engine.results import Update
 from llama_ssp.speculate.engine.state import Request
@@ -59,6 +60,9 @@ class Service:
         self._drains_until = math.inf
         config = replace(session.config, sampling=SamplingConfig(temperature=1.0, by_row=True))
         self._decoder = build_decoder(session.models, config, speculative=session.models.drafts)
+        if (chooser := finder()) and may_choose(self._decoder):  # up to the K of the settings
+            speculation = replace(config.speculation, num_draft_tokens=chooser.name)
+            config = replace(config, speculation=speculation)
         longest = Request(index=0, prompt_ids=(0,), max_new_tokens=length - 1)
         make_ready(self._decoder, [longest], config, comm=self._comm, folder=session.folder)
 
@@ -183,6 +187,13 @@ class Service:
         num_top = max(request.num_top or 0 for _, request, _ in some)
         run.score([text for text, *_ in some], num_top=num_top, deliver=deliver)
         return len(some)
+
+
+def may_choose(decoder: Decoder) -> bool:
+    """Whether rounds may draft fewer tokens than K; GPUs have graphs for this one K, for which memory is planned."""
+    round_ = decoder.round
+    is_fixed = round_.tree or round_.num_ahead or round_.verifier.forced or decoder.executor.replays_addresses
+    return bool(round_.drafters) and not is_fixed
 
 
 def check_layout(session: Session, asking: str) -> None:

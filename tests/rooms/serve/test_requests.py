@@ -11,6 +11,7 @@ from llama_ssp.log_probs import TokenLogprob, TopLogprob
 from llama_ssp.rooms.serve.inbox import Part, ServedRequest
 from llama_ssp.rooms.serve.protocol import Answer, BodyReader
 from llama_ssp.speculate.engine.text import StopStrings
+from tests.helpers.rooms import need
 
 BODIES: list[dict[str, Any]] = [
     {"prompt": "def f"}, {"prompt": ["a", "a", [5, 6]], "n": 2, "seed": 7, "stop": ["\n", "x"], "ignore_eos": True},
@@ -35,6 +36,22 @@ def test_a_request_reaches_other_ranks_with_all_its_fields(pair: Pair, body: dic
         assert found.sampling
         assert found.sampling.logit_bias == {int(token): bias for token, bias in body.get("logit_bias", {}).items()}
         assert (found.sampling.frequency_penalty, found.sampling.min_new_tokens) == (0.5, None)
+
+
+@pytest.mark.parametrize(
+    ("body", "number", "keeps"),
+    [({"seed": 3}, 4, True), ({}, 4, False), ({"seed": 3, "temperature": 0}, 4, False), ({"seed": 3}, "auto", False)],
+)
+def test_a_sampled_text_with_a_seed_keeps_the_number_of_drafted_tokens(
+    pair: Pair, body: dict[str, Any], number: int | str, keeps: bool
+) -> None:
+    """Others may have fewer, which makes another sample of their law."""
+    if number == "auto":
+        need("adaptive")
+    config = replace(pair.config, speculation=replace(pair.config.speculation, num_draft_tokens=number))
+    reader = BodyReader(config, pair.models.request_maker, length=64, eos_ids=pair.models.eos_ids)
+    [request] = reader.read({"prompt": "x", "temperature": 0.8, **body}, is_chat=False).completions
+    assert request.keeps_lengths is keeps
 
 
 def answered(pair: Pair, text: str, *, is_chat: bool, stop: str = "", echoes: bool = False) -> dict[str, Any]:

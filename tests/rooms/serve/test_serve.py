@@ -23,16 +23,19 @@ import torch
 from llama_ssp import Pair, load
 from llama_ssp.architectures import engine
 from llama_ssp.errors import ConfigError, LostRankError
-from llama_ssp.rooms.serve import http
+from llama_ssp.rooms.serve import http, service
 from llama_ssp.rooms.serve.http import Front
 from llama_ssp.rooms.serve.inbox import Inbox
 from llama_ssp.rooms.serve.records import SERVE, ServeConfig, length_of
+from llama_ssp.run.tuning import make_ready
 from llama_ssp.settings.schema import SamplingConfig
 from llama_ssp.speculate.engine import likelihoods, state
+from llama_ssp.speculate.engine.loop import Decoder
 from llama_ssp.speculate.engine.round import Round
 from llama_ssp.speculate.sampling.by_row import settings_of
 from tests.helpers.disturbed import wait_for
 from tests.helpers.lanes import heavy, slow
+from tests.helpers.rooms import need
 from tests.rooms.serve.server import JSON, PROMPT, Server, serving
 
 
@@ -46,6 +49,24 @@ def served() -> Pair:
 def server(served: Pair) -> Iterator[Server]:
     with serving(served) as server:
         yield server
+
+
+def test_k_of_a_server_is_a_limit_up_to_which_rounds_draft_what_pays(
+    served: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    need("adaptive")
+    made = list[Decoder]()
+
+    def ready(decoder: Decoder, *given: Any, **how: Any) -> None:
+        make_ready(decoder, *given, **how)
+        made.append(decoder)
+
+    monkeypatch.setattr(service, "make_ready", ready)
+    with serving(served):
+        pass
+    [decoder] = made
+    assert sorted(choice.num_tokens for choice in decoder.length.choices) == [0, 1, 2, 3, 4]
+    assert served.config.speculation.num_draft_tokens == 4
 
 
 @pytest.mark.heavy
