@@ -184,7 +184,11 @@ def test_a_capture_without_memory_costs_its_stage_alone(
 
 def test_a_gpu_that_is_lost_ends_the_run(shipped: tuple[Runner, Runner]) -> None:
     class Lost(FakeRecorder):
-        def record(self, *_: object) -> Any:  # noqa: ANN401 - a Recorder's
+        def record(
+            self,
+            piece: Callable[[], T],
+            put: Callable[[T], T] = lambda outputs: outputs,  # noqa: ARG002 - a Recorder's
+        ) -> tuple[T, Callable[[], None]]:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     with pytest.raises(RuntimeError, match="illegal memory access"):
