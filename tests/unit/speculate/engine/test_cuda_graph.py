@@ -187,8 +187,9 @@ def test_a_gpu_that_is_lost_ends_the_run(shipped: tuple[Runner, Runner]) -> None
         def record(
             self,
             piece: Callable[[], T],
-            put: Callable[[T], T] = lambda outputs: outputs,  # noqa: ARG002 - a Recorder's
+            put: Callable[[T], T] = lambda outputs: outputs,
         ) -> tuple[T, Callable[[], None]]:
+            del piece, put
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     with pytest.raises(RuntimeError, match="illegal memory access"):
