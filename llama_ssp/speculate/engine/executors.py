@@ -199,8 +199,7 @@ class GraphExecutor(Executor):
             del self._graphs[key]
         if not self._graphs:  # a pool whose last graph is gone takes no other one
             self._recorder.forget()
-            self._places.clear()
-            self._results.clear()
+            self._places.clear()  # without `_results`, which a graph of this round may read from now on
 
     def _fails(self, stage: Stage) -> bool:
         return (stage.name, stage.operators) in self.failed
