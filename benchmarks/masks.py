@@ -26,7 +26,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from llama_ssp import Pair, load
 from llama_ssp.groups import whole
 from llama_ssp.rooms.grammars.records import GrammarSampling
-from llama_ssp.rooms.grammars.text import GrammarText, begin
+from llama_ssp.rooms.grammars.text import GrammarText, prepare
 from llama_ssp.run.decoders import build_decoder
 from llama_ssp.settings.schema import SamplingConfig
 from llama_ssp.speculate.engine.masks import Vocabulary
@@ -143,12 +143,12 @@ def masks() -> None:
     """Print the time of masks of a large vocabulary."""
     vocabulary = large_vocabulary()
     begun_s = time.perf_counter()
-    begin(GrammarSampling(regex="a"), vocabulary)
+    prepare(GrammarSampling(regex="a"), vocabulary)
     print(f"\nFirst grammar of a vocabulary of {vocabulary.size} tokens: {time.perf_counter() - begun_s:.2f} s.\n")
     print(f"| text | first mask, with its grammar, µs | {K + 1} masks of a draft, µs |\n|---|---|---|")
     for name, (given, lead) in KINDS.items():
-        first_us = median_us(lambda given=given: begin(GrammarSampling(**given), vocabulary), 5)  # type: ignore[misc]
-        text = begin(GrammarSampling(**given), vocabulary)
+        first_us = median_us(lambda given=given: prepare(GrammarSampling(**given), vocabulary), 5)  # type: ignore[misc]
+        text = prepare(GrammarSampling(**given), vocabulary)()
         for token in vocabulary.tokenizer(lead).input_ids:
             text.extend(token)
         masks_TX = torch.empty(K + 1, -(-vocabulary.size // 32), dtype=torch.int32)

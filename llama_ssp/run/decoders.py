@@ -425,7 +425,8 @@ def build_decoder(
 
 def _check_bits(drafter: Drafter, models: Models, config: RunConfig) -> None:
     """Raise ConfigError, on all ranks, for `reproducible=true` and a law in whose bits other tokens have a part."""
-    if not (config.reproducible and reads_draft_probs(config)) or drafter_of(config.draft).is_certain:
+    certain = is_certain(config.draft, config.speculation.tree_shape)
+    if certain or not (config.reproducible and reads_draft_probs(config)):
         return
     if any(models.mesh.replica.gather_text("" if getattr(drafter, "is_invariant", False) else "varies")):
         raise ConfigError(

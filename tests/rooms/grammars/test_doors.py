@@ -14,7 +14,7 @@ from llama_ssp import Pair, load
 from llama_ssp.errors import ConfigError
 from llama_ssp.groups import whole
 from llama_ssp.rooms.grammars.records import MOST_BYTES, GrammarSampling, grammar_of, refusal_of
-from llama_ssp.rooms.grammars.text import begin
+from llama_ssp.rooms.grammars.text import prepare
 from llama_ssp.rooms.serve.inbox import RequestError, ServedRequest
 from llama_ssp.rooms.serve.protocol import BodyReader
 from llama_ssp.settings.checks import check_values
@@ -169,7 +169,7 @@ def test_the_examples_of_the_page_have_the_languages_that_it_says() -> None:
     vocabulary = Vocabulary(tokenizer, len(tokenizer), (tokenizer.eos_token_id,))
 
     def is_allowed(text: str, grammar: str) -> bool:
-        found = begin(GrammarSampling(grammar=grammar), vocabulary)
+        found = prepare(GrammarSampling(grammar=grammar), vocabulary)()
         for letter in text:
             found.extend(ids[letter])
         return bool(found.may_end)

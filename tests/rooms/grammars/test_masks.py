@@ -11,7 +11,7 @@ from torch import Tensor
 
 from llama_ssp.rooms.grammars import text as room
 from llama_ssp.rooms.grammars.records import GrammarSampling
-from llama_ssp.rooms.grammars.text import GrammarText, begin
+from llama_ssp.rooms.grammars.text import GrammarText, prepare
 from llama_ssp.speculate.engine.masks import Drafted, Nodes, TokenMasks, write
 from tests.helpers.decoders import complete, ids_of
 from tests.helpers.lanes import grid
@@ -25,7 +25,7 @@ def begun(number: int) -> list[GrammarText]:
     """Texts of the toy's languages, some tokens long."""
     chosen, texts = random.Random(number), list[GrammarText]()
     for regex in [*LANGUAGES, *LANGUAGES]:
-        text = begin(GrammarSampling(regex=regex), VOCABULARY)
+        text = prepare(GrammarSampling(regex=regex), VOCABULARY)()
         for _ in range(chosen.randrange(3)):
             mask_1X = torch.full((1, 1), -1, dtype=torch.int32)
             text.fill(mask_1X, (), ())
@@ -80,7 +80,7 @@ def test_rows_take_one_call_of_the_library_for_all(monkeypatch: pytest.MonkeyPat
             calls.append(len(some))
             executor.unsafe_compute_mask_ptr_with_draft_token(some, *where)
 
-    texts = [begin(GrammarSampling(regex="[ab]*"), VOCABULARY) for _ in range(32)]
+    texts = [prepare(GrammarSampling(regex="[ab]*"), VOCABULARY)() for _ in range(32)]
     monkeypatch.setattr(room, "_executor", Counted)
     masks = TokenMasks(K + 1, VOCABULARY.size, torch.device("cpu"))
     masks.allocate(32)
@@ -123,7 +123,7 @@ def test_drafts_are_drawn_from_the_masks(monkeypatch: pytest.MonkeyPatch, kind: 
         for row, one in enumerate(constraints if drafted else ()):
             assert drafted
             ids = [*takewhile(lambda token: token != EOS, drafted.of_row(row)[0])]
-            text = begin(STRUCTURED, VOCABULARY)
+            text = prepare(STRUCTURED, VOCABULARY)()
             for token in one._text if one else ():
                 text.extend(token)
             if one and ids:
