@@ -5,7 +5,7 @@ where the text may end. Limits of the library count steps, not seconds, so that 
 that exceeds them is left without an allowed token.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, lru_cache, partial
 from itertools import takewhile
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from llama_ssp.errors import ConfigError
 from llama_ssp.rooms.grammars.records import given_of, grammar_of, refusal_of
 from llama_ssp.settings.schema import SamplingConfig
-from llama_ssp.speculate.engine.masks import WORD, Begin, Nodes, Vocabulary
+from llama_ssp.speculate.engine.masks import WORD, Nodes, Vocabulary
 from llama_ssp.token_bytes import reader_of
 from llama_ssp.untyped import LibraryPart
 from llama_ssp.words import key_of
@@ -27,7 +27,7 @@ _BEGINS_NONE = "no token of this vocabulary begins such a text"
 _NUM_TRIED, _TRIED_LENGTH, _STRIDE = 4, 24, 7919
 
 
-def prepare(sampling: SamplingConfig, vocabulary: Vocabulary) -> Begin:
+def prepare(sampling: SamplingConfig, vocabulary: Vocabulary) -> Callable[[], "GrammarText"]:
     """Read a grammar, and return what begins a text of it.
 
     Raises ConfigError for a grammar that cannot be, or exceeds the library's limits where its texts begin.

@@ -71,7 +71,8 @@ def test_a_plan_counts_the_kernels_of_a_search(
     num_tokens = tree.num_drafted if tree else 4
     drafter = NgramDrafter(parts_of(config=config, num_draft_tokens=num_tokens, tree=tree, prepared=corpus_C))
     drafter.allocate(batch_size=1, num_slots=64)
-    rows = Rows(torch.arange(64)[None], *3 * [torch.tensor([40])])
+    length_1 = torch.tensor([40])
+    rows = Rows(torch.arange(64)[None], length_1, length_1, length_1)
     with OperatorCount() as count:
         drafter.propose(rows, num_tokens=num_tokens, uniforms_BKP=torch.zeros(1, num_tokens, 2), bucket=64)
     spec = make_spec("7B", free_draft="ngram", free_settings=config, tree=tree_shape(shape) if shape else None)
@@ -142,7 +143,7 @@ def test_a_chain_is_drafted_as_a_tree_of_one_child_each(texts: list[list[int]], 
 def test_no_value_is_read_on_the_host() -> None:
     meta = torch.device("meta")
     drafter = NgramDrafter(parts_of(config=NgramConfig(kind="ngram"), device=meta, tree="3x2x1"))
-    rows = Rows(*(torch.zeros(shape, dtype=torch.int64, device=meta) for shape in ((2, 40), (2,), (2,), (2,))))
+    rows = Rows._make(torch.zeros(shape, dtype=torch.int64, device=meta) for shape in ((2, 40), (2,), (2,), (2,)))
     draft = drafter.propose(rows, num_tokens=15, uniforms_BKP=torch.empty(2, 15, 2, device=meta), bucket=32)
     assert draft.ids_BK.shape == (2, 15)
 

@@ -126,7 +126,7 @@ def test_a_text_of_a_public_schema_is_valid_and_few_are_refused(pair: Pair, part
             continue
         if (ids := written_by_chance(text, vocabulary, Random(number))) is not None:
             num_ended += 1
-            jsonschema.validate(json.loads(pair.tokenizer.decode(ids)), schema)
+            jsonschema.validate(json.loads(str(pair.tokenizer.decode(ids))), schema)
     assert (len(PUBLIC), len(schemas)) == (NUM, NUM // 3)
     assert num_refused <= 0.1 * len(schemas)
     assert num_ended >= 0.8 * (len(schemas) - num_refused)

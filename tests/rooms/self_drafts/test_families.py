@@ -173,7 +173,8 @@ def test_a_draft_along_a_finished_text_leaves_states_of_the_target(tmp_path: Pat
     text_BT = torch.arange(40).repeat(2, 1)
     target.forward(text_BT[:, :20], text_BT[:, :20], bucket=40)
     before = [state.clone() for state in target.state_tensors]
-    rows = Rows(text_BT, *3 * [torch.tensor([20, 20])])
+    lengths_B = torch.tensor([20, 20])
+    rows = Rows(text_BT, lengths_B, lengths_B, lengths_B)
     drafter.propose(rows, num_tokens=NUM_DRAFTED, uniforms_BKP=torch.full((2, NUM_DRAFTED, 2), 0.5), bucket=40)
     assert before
     assert all(map(torch.equal, before, target.state_tensors))

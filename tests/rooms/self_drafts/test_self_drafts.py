@@ -242,7 +242,8 @@ def test_a_draft_along_a_finished_text_leaves_the_cache_of_the_target(name: str,
     with torch.inference_mode():
         target.forward(text_BT[:, :20], positions_BT, bucket=40)
         before = target.cache.slots(torch.arange(40).repeat(2, 1), range(4))
-        rows = Rows(text_BT, *3 * [torch.tensor([20, 12])])
+        lengths_B = torch.tensor([20, 12])
+        rows = Rows(text_BT, lengths_B, lengths_B, lengths_B)
         drafter.propose(rows, num_tokens=NUM_DRAFTED, uniforms_BKP=torch.full((2, NUM_DRAFTED, 2), 0.5), bucket=40)
         after = target.cache.slots(torch.arange(40).repeat(2, 1), range(4))
     assert all(map(torch.equal, before, after))

@@ -97,7 +97,7 @@ def drafted(runner: Runner, comm: Comm, *, temperature: float = 0.9, shard: Shar
         comm.sent.clear()
         comm.gathered.clear()
     uniforms_BKP = torch.rand(3, K, 2, dtype=torch.float64, generator=generator)
-    rows = Rows(tokens_BS, lengths_B, *[torch.zeros(3, dtype=torch.int64)] * 2)
+    rows = Rows(tokens_BS, lengths_B, torch.zeros(3, dtype=torch.int64), torch.zeros(3, dtype=torch.int64))
     return drafter.propose(rows, num_tokens=K, uniforms_BKP=uniforms_BKP, bucket=NUM_SLOTS).ids_BK, tokens_BS
 
 

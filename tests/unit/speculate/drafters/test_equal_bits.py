@@ -12,6 +12,7 @@ import torch
 from llama_ssp.errors import ConfigError
 from llama_ssp.kernels.linear import PlainLinear
 from llama_ssp.models.llama import decoder as lean
+from llama_ssp.models.llama.attention import attend_by_mask
 from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.run.decoders import _check_bits
@@ -66,7 +67,7 @@ def test_a_drafter_that_is_invariant_takes_no_other_attention_in_any_stage(
         load_lean(modules(kind), varlen=varlen_operator, kernel=PlainLinear) for kind in ("llama", "llama, no groups")
     )
     target.is_invariant = draft.is_invariant = True
-    recorded, of_drafter, by_mask = list[bool](), [False], vars(lean)["attend_by_mask"]
+    recorded, of_drafter, by_mask = list[bool](), [False], attend_by_mask
 
     def recording(*parts: Any, **how: Any) -> torch.Tensor:
         recorded.append(of_drafter[0])

@@ -31,7 +31,7 @@ def proposed(drafter: ModelDrafter, *, num_rows: int = 1, num_tokens: int = 4) -
     prompts = Prompts(tokens_BS, lengths_B, [2] * num_rows, longest=2)
     drafter.prefill(prompts, rows=range(num_rows), buckets=Buckets(step=10, num_slots=10))
     uniforms_BKP = torch.rand(num_rows, 4, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    rows = Rows(tokens_BS, lengths_B, *[torch.zeros_like(lengths_B)] * 2)
+    rows = Rows(tokens_BS, lengths_B, torch.zeros_like(lengths_B), torch.zeros_like(lengths_B))
     return drafter.propose(rows, num_tokens=num_tokens, uniforms_BKP=uniforms_BKP, bucket=10)
 
 
