@@ -282,7 +282,8 @@ def judge_seeds(pairs: Sequence[tuple[Answered, Answered]], texts: Sequence[tupl
     num, rare = Counter(text for text, _ in texts), [text for text, log_prob in texts if log_prob < least]
     if twice := sum(num[text] > 1 for text in rare):
         return Finding(SEEDS, FAILED, f"{said}; {twice} texts are those of other seeds too")
-    said += f"; could have missed: one text for two seeds, among {len(texts) - len(rare)} of {len(texts)} texts"
+    if missed := len(texts) - len(rare):
+        said += f"; could have missed: one text for two seeds, among {missed} of {len(texts)} texts"
     return Finding(SEEDS, HELD if same == len(pairs) > 0 else NOTED, said)
 
 
