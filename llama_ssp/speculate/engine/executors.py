@@ -189,8 +189,8 @@ class GraphExecutor(Executor):
         if len(self._buckets) > MOST_GRAPHED_BUCKETS:
             oldest = next(iter(self._buckets))
             del self._buckets[oldest]
-            for key in [key for key in self._met if key[2] == oldest]:
-                del self._met[key]
+            for met in [key for key in self._met if key[2] == oldest]:
+                del self._met[met]
             self._drop(lambda key: key[2] == oldest)
 
     def _drop(self, is_old: Callable[[tuple[Any, ...]], bool]) -> None:

@@ -67,11 +67,11 @@ def test_a_drafter_that_is_invariant_takes_no_other_attention_in_any_stage(
         load_lean(modules(kind), varlen=varlen_operator, kernel=PlainLinear) for kind in ("llama", "llama, no groups")
     )
     target.is_invariant = draft.is_invariant = True
-    recorded, of_drafter, by_mask = list[bool](), [False], attend_by_mask
+    recorded, of_drafter = list[bool](), [False]
 
     def recording(*parts: Any, **how: Any) -> torch.Tensor:
         recorded.append(of_drafter[0])
-        return by_mask(*parts, **how)
+        return attend_by_mask(*parts, **how)
 
     def noting(function: Callable[..., Any]) -> Callable[..., Any]:
         def noted(*parts: Any, **how: Any) -> Any:  # noqa: ANN401
