@@ -22,7 +22,7 @@ from llama_ssp.words import key_of
 
 MOST_ITEMS = 20_000
 """The most parts of a grammar that may follow a place: a mask with more of them would take 0.1 s."""
-_BYTES_PER_TOKEN, _LEAST_FORCED, _LARGE = 16, 2, 1 << 14
+_BYTES_PER_TOKEN, _LEAST_FORCED, _LARGE = 16, 2, 1 << 15
 _BEGINS_NONE = "no token of this vocabulary begins such a text"
 _NUM_TRIED, _TRIED_LENGTH, _STRIDE = 4, 24, 7919
 

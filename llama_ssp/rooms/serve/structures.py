@@ -12,7 +12,7 @@ from llama_ssp.rooms.serve.inbox import RequestError
 from llama_ssp.settings.schema import SamplingConfig
 
 _T = TypeVar("_T")
-_LARGE = 1 << 14
+_LARGE = 1 << 15
 """Characters of settings from which on a structure is a large one."""
 
 
