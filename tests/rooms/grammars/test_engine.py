@@ -260,3 +260,52 @@ def test_a_row_is_free_once_its_structured_text_has_ended(kind: str) -> None:
     free = complete(decoder(batch_size=2, **KINDS[kind]), asked([None, None, None]))
     assert text_of(mixed[1]) == "b" * 20
     assert mixed[2].token_ids == free[2].token_ids
+
+
+class Failing:
+    """A matcher whose masks fail after a drafted token; it counts the tokens that all copies have read."""
+
+    num_read = 0
+
+    def __init__(self) -> None:
+        self.was_drafted = self.is_ahead = self.fails = False
+
+    def deep_copy(self) -> "Failing":
+        return Failing()
+
+    def consume_tokens(self, ids: Sequence[int]) -> None:
+        Failing.num_read += len(ids)
+        self.is_ahead = self.was_drafted
+
+    def consume_token(self, _token: int) -> None:
+        Failing.num_read += 1
+
+    def rollback(self, _number: int) -> None:
+        self.was_drafted = True
+
+    def unsafe_compute_mask_ptr(self, _place: int, _size: int) -> None:
+        self.fails = self.is_ahead
+
+    def is_error(self) -> bool:
+        return self.fails
+
+    def get_error(self) -> str:
+        return "too many items" if self.fails else ""
+
+    def is_accepting(self) -> bool:
+        return False
+
+    is_stopped = is_accepting
+
+
+def test_a_text_whose_drafts_fail_is_read_in_steps_that_grow_with_it() -> None:
+    def num_read(length: int) -> int:
+        Failing.num_read = 0
+        text, masks_TX = GrammarText(Failing(), VOCABULARY), torch.full((2, 1), -1, dtype=torch.int32)
+        for _ in range(length):
+            text.fill(masks_TX.fill_(-1), [0], range(1))
+            assert text.problem == "too many items"
+            text.extend(0)
+        return Failing.num_read
+
+    assert num_read(200) < 15 * num_read(20)

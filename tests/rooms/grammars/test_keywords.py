@@ -34,7 +34,7 @@ def fits(pair: Pair, schema: object, document: object) -> bool:
         return False
     for token in ids:
         text.extend(token)
-    return text.may_end
+    return bool(text.may_end)
 
 
 _SHORT = {"type": "string", "maxLength": 2}
