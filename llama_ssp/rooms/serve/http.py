@@ -317,7 +317,7 @@ async def _events(asked: Asked, pieces: AsyncIterator[tuple[Answer, str]]) -> As
     """Yield an answer as server-sent events."""
     try:
         async for answer, text in pieces:
-            if text or answer.new_calls or answer.last or asked.shows_rounds:
+            if text or answer.new_thoughts or answer.new_calls or answer.last or asked.shows_rounds:
                 yield _event(asked.message(asked.choice(answer, text), counts=asked.counts_each))
         if asked.counts_usage:
             yield _event(asked.message(counts=True))

@@ -7,9 +7,10 @@ silence. Ranges, and the sentences about them, come from the settings.
 import json
 import secrets
 import time
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any, NamedTuple
 from uuid import uuid4
 
@@ -21,6 +22,7 @@ from llama_ssp.errors import ConfigError, SspError, unknown_name
 from llama_ssp.manifest import absent
 from llama_ssp.registry import imported
 from llama_ssp.rooms.serve.inbox import Part, RequestError, ServedRequest
+from llama_ssp.rooms.serve.thoughts import ThoughtReader, Thoughts, thoughts_of
 from llama_ssp.rooms.serve.tools import MOST_DEPTH, Call, CallReader, MarkedText, Tools, tools_of, with_calls
 from llama_ssp.run.prompts import MORE_FIELDS, Prompt, read_messages
 from llama_ssp.run.requests import RequestMaker, check_vocabulary, encode, encode_messages
@@ -92,6 +94,7 @@ class Asked:
     def __init__(
         self, given: Mapping[str, Any], completions: list[ServedRequest], tokenizer: PreTrainedTokenizerBase, *,
         is_chat: bool, model: str, tools: Tools | None = None, structure: tuple[str, str] | None = None,
+        thoughts: Thoughts | None = None,
     ) -> None:  # fmt: skip
         self.structure = structure
         self.completions, self.num_samples = completions, given.get("n", 1)
@@ -108,7 +111,7 @@ class Asked:
         }  # fmt: skip
         names_ids = bool(given.get("return_tokens_as_token_ids"))
         self.answers = [
-            Answer(completion, tokenizer, index, is_chat=is_chat, names_ids=names_ids, tools=tools)
+            Answer(completion, tokenizer, index, is_chat=is_chat, names_ids=names_ids, tools=tools, thoughts=thoughts)
             for index, completion in enumerate(completions)
         ]
         self._shows_lengths = bool(given.get("return_accepted_lengths"))
@@ -148,6 +151,7 @@ class Asked:
             "prompt_tokens": num_prompt, "completion_tokens": num_new, "total_tokens": num_prompt + num_new,
             "prompt_tokens_details": {"cached_tokens": num_held},
             "completion_tokens_details": {
+                "reasoning_tokens": sum(answer.num_thought for answer in self.answers),
                 "accepted_prediction_tokens": sum(sum(part.accepted_lengths) for part in ended),
                 "rejected_prediction_tokens": sum(part.num_rejected for part in ended),
                 "rounds": sum(len(part.accepted_lengths) for part in ended),
@@ -230,9 +234,12 @@ class BodyReader:
             for number in [self._num_new(given, ids, least=least, echoes=echoes)]
             for sample in range(num_samples)
         ]
+        is_restricted = first.sampling and constraint_asked(first.sampling)
+        may_think = is_chat and (tools.follow_thoughts if tools else not is_restricted)
         return Asked(
             given, completions, self._maker.tokenizer, is_chat=is_chat, model=given.get("model", self.names[0]),
             tools=tools, structure=structure,
+            thoughts=thoughts_of(self._maker.tokenizer, given.get("tools"), prompts[0]) if may_think else None,
         )  # fmt: skip
 
     def tokenize(self, body: object) -> dict[str, object]:
@@ -395,7 +402,7 @@ class BodyReader:
         return ids
 
     def _chat(self, given: Mapping[str, Any], tools: Tools | None) -> tuple[int, ...]:
-        offered = given["tools"] if tools else ()
+        offered = tools.offered if tools else ()
         effort = {"reasoning_effort": given["reasoning_effort"]} if "reasoning_effort" in given else {}
         arguments = {**self._config.chat_arguments, **effort, **given.get("chat_template_kwargs", {})}
         try:
@@ -409,7 +416,9 @@ class BodyReader:
             param = "chat_template_kwargs" if str(error).startswith("chat_arguments.") else "messages"
             place = f"chat template in {self._maker.tokenizer.name_or_path}"  # whose path is not for clients
             raise RequestError(str(error).replace(place, "chat template"), param=param) from None
-        raise RequestError(f"messages must be {_OF_CHATS['messages']}", param="messages")
+        wrong = next((number for number, one in enumerate(asked, 1) if not _is_message(one)), None) if asked else None
+        reason = f"message {wrong} must be an object with role and content, a text or a list of parts that have text"
+        raise RequestError(reason if wrong else f"messages must be {_OF_CHATS['messages']}", param="messages")
 
 
 def _check_fields(messages: object) -> None:
@@ -420,6 +429,10 @@ def _check_fields(messages: object) -> None:
             if value and not is_kept:
                 wanted = f"a message has role, content, {' and '.join(MORE_FIELDS)}, which are texts"
                 raise RequestError(f"{wanted}: leave {name[:MOST_STOP]!r} of message {number} out", param="messages")
+
+
+def _is_message(given: object) -> bool:
+    return bool(read_messages([given], "the body", reads_calls=True))
 
 
 def _fields_of(body: Mapping[str, Any]) -> dict[str, Any]:
@@ -484,12 +497,13 @@ class Answer:
 
     Attributes:
         calls, new_calls: of the answer so far, and of its newest part.
+        thoughts, new_thoughts: likewise, before the text.
         is_scored: it ends with log-probabilities, which take time: see `score_some`.
     """
 
     def __init__(
         self, request: ServedRequest, tokenizer: PreTrainedTokenizerBase, index: int, *, is_chat: bool,
-        names_ids: bool = False, tools: Tools | None = None,
+        names_ids: bool = False, tools: Tools | None = None, thoughts: Thoughts | None = None,
     ) -> None:  # fmt: skip
         self._tokenizer, self._index, self._is_chat, self._names_ids = tokenizer, index, is_chat, names_ids
         self._stops = request.stops.texts if request.stops else ()
@@ -498,10 +512,14 @@ class Answer:
         self.prompt_ids = request.prompt_ids
         self.is_scored, self._echoes = request.num_top is not None, request.scores_prompt
         self._named, self._logprobs = list[tuple[_Scored, list[_Scored] | None]](), dict[str, object]()
-        self._text, self._held, self._shown = IncrementalText(tokenizer, self.prompt_ids), "", list[str]()
-        self._reader, self.calls, self.new_calls = None, list[Call](), list[Call]()
-        if tools:
-            self._text, self._reader = MarkedText(tokenizer, self.prompt_ids, tools), CallReader(tools)
+        self._held, self._shown, self.thoughts, self.new_thoughts = "", list[str](), "", ""
+        marks = {**(tools.marks if tools else {}), **(thoughts.marks if thoughts else {})}
+        self._text = MarkedText(tokenizer, self.prompt_ids, marks)
+        self._reader, self.calls, self.new_calls = tools and CallReader(tools), list[Call](), list[Call]()
+        restricted = tools.form.mark if tools and tools.grammar else ""
+        self._thinker = thoughts and ThoughtReader(thoughts, restricted)
+        # Characters before each token and after the last one.
+        self._lengths = [0]
         self._lead = TextAfter(tokenizer, ()).decode(self.prompt_ids) if self._echoes else ""
         self._has_begun, self._newest = False, Part()
         self.token_ids: list[int] = []
@@ -520,16 +538,24 @@ class Answer:
 
     @property
     def text(self) -> str:
-        """Its text so far, without calls of tools."""
+        """Its text so far, without thoughts and calls of tools."""
         return "".join(self._shown)
 
+    @property
+    def num_thought(self) -> int:
+        """The tokens of its thoughts and of their marks."""
+        num_chars = self._thinker.num_chars if self._thinker else 0
+        return min(bisect_left(self._lengths, num_chars), len(self.token_ids))
+
     def push(self, part: Part) -> str:
-        """Take a part; returns the new text that can no longer become part of a stop string or a call."""
+        """Take a part; returns the new text that can no longer become part of a stop string, a mark or a call."""
         self._newest = part
         self.token_ids += part.new_ids
         is_stopped = part.finish_reason == "stop" and part.new_ids and part.new_ids[-1] in self._stop_ids
         shown = part.new_ids[:-1] if is_stopped and not self._shows_stop else part.new_ids
-        held = self._held + "".join(piece.text for piece in self._text.push(shown))
+        texts = ["".join(piece.text for piece in self._text.push([token])) for token in shown]
+        self._lengths += [*accumulate(map(len, texts), initial=self._lengths[-1])][1:]
+        held = "".join([self._held, *texts])
         kept = max(map(len, self._stops), default=1) - 1
         if part.finish_reason:
             self.last, kept = part, 0
@@ -542,6 +568,9 @@ class Answer:
             held = held[: place + length * self._shows_stop]
         end = max(len(held) - kept, 0)
         new, self._held, self._lead = self._lead + held[:end], held[end:], ""
+        if self._thinker:
+            self.new_thoughts, new = self._thinker.push(new, is_over=bool(part.finish_reason))
+            self.thoughts += self.new_thoughts
         if self._reader:
             new, self.new_calls = self._reader.push(new, is_over=bool(part.finish_reason))
             self.calls += self.new_calls
@@ -586,7 +615,10 @@ class Answer:
         said = {} if self._has_begun else {"role": "assistant"}
         self._has_begun = True
         calls = self.calls if piece is None else self.new_calls
-        message: dict[str, object] = {"content": (text or None) if calls else text}
+        thoughts = self.thoughts if piece is None else self.new_thoughts
+        message: dict[str, object] = {"content": (text or None) if calls or thoughts else text}
+        if thoughts:
+            message["reasoning_content"] = thoughts
         if calls:
             first = len(self.calls) - len(calls)
             message["tool_calls"] = [

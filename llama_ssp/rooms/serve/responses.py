@@ -141,8 +141,10 @@ class Response:
 
     def __init__(self, asked: Asked, body: Mapping[str, Any]) -> None:
         self._asked, self._body, self._created, self._answer = asked, body, int(time.time()), asked.answers[0]
-        self._id, self._item_id = f"resp_{uuid4().hex}", f"msg_{uuid4().hex}"
-        self._output, self._numbers, self._place = list[dict[str, Any]](), count(), dict[str, Any]()
+        self._id, self._ids = f"resp_{uuid4().hex}", {"message": f"msg_{uuid4().hex}", "reasoning": f"rs_{uuid4().hex}"}
+        self._output, self._numbers = list[dict[str, Any]](), count()
+        # Of the items that have begun and not ended.
+        self._places = dict[str, dict[str, Any]]()
 
     def whole(self) -> dict[str, object]:
         """The response at its end, or as it is so far."""
@@ -150,7 +152,7 @@ class Response:
         is_cut = bool(ended and ended.finish_reason == "length")
         used = self._asked.usage()
         if ended and not self._output:
-            self._output = [*([self._item()] if self._answer.text or not self._answer.calls else ())]
+            self._output = [self._item(kind, is_done=True) for kind in self._kinds()]
             self._output += [self._of_call(call) for call in self._answer.calls]
         return self._echoes() | {
             "id": self._id, "object": "response", "created_at": self._created, "model": self._asked.model,
@@ -160,7 +162,7 @@ class Response:
             "usage": {
                 "input_tokens": used["prompt_tokens"], "output_tokens": used["completion_tokens"],
                 "total_tokens": used["total_tokens"], "input_tokens_details": used["prompt_tokens_details"],
-                "output_tokens_details": {"reasoning_tokens": 0},
+                "output_tokens_details": {"reasoning_tokens": self._answer.num_thought},
             } if ended else None,
         }  # fmt: skip
 
@@ -176,12 +178,19 @@ class Response:
         }  # fmt: skip
         return default | {name: self._body[name] for name in default if self._body.get(name) is not None}
 
-    def _item(self) -> dict[str, Any]:
-        status = "completed" if self._answer.last else "in_progress"
-        content = [self._part()] if self._answer.last else []
-        return {"id": self._item_id, "type": "message", "role": "assistant", "status": status, "content": content}
+    def _kinds(self) -> list[str]:
+        """The items of a whole answer, before its calls."""
+        thinks = ["reasoning"] if self._answer.thoughts else []
+        return [*thinks, *(["message"] if self._answer.text or not (thinks or self._answer.calls) else ())]
 
-    def _part(self) -> dict[str, object]:
+    def _item(self, kind: str, *, is_done: bool) -> dict[str, Any]:
+        more: dict[str, Any] = {"role": "assistant"} if kind == "message" else {"summary": []}
+        status, content = "completed" if is_done else "in_progress", [self._part(kind)] if is_done else []
+        return {"id": self._ids[kind], "type": kind, "status": status, "content": content} | more
+
+    def _part(self, kind: str) -> dict[str, object]:
+        if kind == "reasoning":
+            return {"type": "reasoning_text", "text": self._answer.thoughts}
         return {"type": "output_text", "text": self._answer.text, "annotations": [], "logprobs": self._logprobs()}
 
     def _logprobs(self) -> list[object]:
@@ -199,7 +208,7 @@ class Response:
         yield self._event("response.in_progress", response=self.whole())
         try:
             async for answer, text in pieces:
-                for event in self._events_of(text, answer.new_calls):
+                for event in self._events_of(answer.new_thoughts, text, answer.new_calls):
                     yield event
         except RequestError as error:
             yield self._event("error", message=error.message, code=error.code, param=error.param)
@@ -211,20 +220,36 @@ class Response:
         whole = json.dumps({"type": kind, "sequence_number": next(self._numbers)} | content)
         return f"event: {kind}\ndata: {whole}\n\n".encode()
 
-    def _begin(self) -> Iterator[bytes]:
-        """Begin the message, if it has not begun."""
-        if not self._place:
-            index = len(self._output)
-            self._place = {"item_id": self._item_id, "output_index": index, "content_index": 0}
-            self._output.append(self._item())
-            yield self._event("response.output_item.added", output_index=index, item=self._item())
-            yield self._event("response.content_part.added", **self._place, part=self._part())
+    def _begin(self, kind: str) -> Iterator[bytes]:
+        """Begin an item, if it has not begun."""
+        if kind not in self._places:
+            index, item = len(self._output), self._item(kind, is_done=False)
+            self._places[kind] = {"item_id": item["id"], "output_index": index, "content_index": 0}
+            self._output.append(item)
+            yield self._event("response.output_item.added", output_index=index, item=item)
+            yield self._event("response.content_part.added", **self._places[kind], part=self._part(kind) | {"text": ""})
 
-    def _events_of(self, text: str, calls: Sequence[Call]) -> Iterator[bytes]:
-        """Yield the events of a piece of the text, and of calls, each of which is known at once."""
+    def _end(self, kind: str) -> Iterator[bytes]:
+        """End an item, if it has begun."""
+        if place := self._places.pop(kind, None):
+            index, item, part = place["output_index"], self._item(kind, is_done=True), self._part(kind)
+            self._output[index] = item
+            done = {name: part[name] for name in ("text", "logprobs") if name in part}
+            yield self._event(f"response.{part['type']}.done", **place, **done)
+            yield self._event("response.content_part.done", **place, part=part)
+            yield self._event("response.output_item.done", output_index=index, item=item)
+
+    def _events_of(self, thoughts: str, text: str, calls: Sequence[Call]) -> Iterator[bytes]:
+        """Yield the events of a piece of the thoughts and of the text, and of calls, each of which is known at once."""
+        if thoughts:
+            yield from self._begin("reasoning")
+            yield self._event("response.reasoning_text.delta", **self._places["reasoning"], delta=thoughts)
+        if text or calls:
+            yield from self._end("reasoning")
         if text:
-            yield from self._begin()
-            yield self._event("response.output_text.delta", **self._place, delta=text, logprobs=[])
+            yield from self._begin("message")
+            place = self._places["message"]
+            yield self._event("response.output_text.delta", **place, delta=text, logprobs=[])
         for call in calls:
             item, index = self._of_call(call), len(self._output)
             self._output.append(item)
@@ -238,13 +263,8 @@ class Response:
 
     def _last_events(self) -> Iterator[bytes]:
         if not self._output:
-            yield from self._begin()
-        if self._place:
-            index, item = self._place["output_index"], self._item()
-            self._output[index] = item
-            done = {"text": self._answer.text, "logprobs": self._logprobs()}
-            yield self._event("response.output_text.done", **self._place, **done)
-            yield self._event("response.content_part.done", **self._place, part=self._part())
-            yield self._event("response.output_item.done", output_index=index, item=item)
+            yield from self._begin("message")
+        for kind in ("reasoning", "message"):
+            yield from self._end(kind)
         whole = self.whole()
         yield self._event(f"response.{whole['status']}", response=whole)

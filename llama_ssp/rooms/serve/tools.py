@@ -5,6 +5,7 @@ A chat template teaches its model a form. Known forms are told apart by the temp
     Hermes, Qwen 2.5 and 3    <tool_call>{"name": NAME, "arguments": OBJECT}</tool_call>, for each call
     Llama 3                   {"name": NAME, "parameters": OBJECT}, and nothing else
     Mistral, up to tokenizer 7    [TOOL_CALLS][{"name": NAME, "arguments": OBJECT}, ...], at the end
+    Apriel                    <tool_calls>[{"name": NAME, "arguments": OBJECT}, ...]</tool_calls>
 """
 
 import json
@@ -24,8 +25,11 @@ from llama_ssp.untyped import Parsed
 MOST_TOOLS, MOST_DEPTH = 128, 256
 """Tools of a request, and objects and lists that may stand inside each other."""
 _NAME, _CHOICES, _ID_LENGTH = re.compile(r"[A-Za-z0-9_-]{1,64}"), ("auto", "none", "required"), 9
+_FIELDS: dict[str, type] = {"name": str, "description": str, "parameters": dict, "strict": bool}
+_KINDS = {str: "a text", dict: "the schema of an object", bool: "true or false"}
 _SPACING = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
 """Arguments stand as templates write them."""
+_NOTHING = {"properties": {}, "additionalProperties": False}
 _DECODER = json.JSONDecoder()
 _QUOTED = re.compile(r'(?:[^"\\]++|\\.)*+', re.DOTALL)
 
@@ -40,7 +44,7 @@ class Form(NamedTuple):
         key: of the arguments.
         many, single: in a grammar, what follows the first mark, with `mark` and `end` to be filled in, and `one` for an
             object.
-        is_bare: an answer that begins with { is a call, without a mark.
+        is_bare: an object is a call without a mark.
     """
 
     taught_by: re.Pattern[str]
@@ -63,7 +67,13 @@ _MISTRAL = Form(
 _LLAMA = Form(
     re.compile(r'(?s)(?=.*ipython).*parameters\\?"'), "<|python_tag|>", "", "parameters", "one", "one", is_bare=True
 )
-_FORMS = (_MISTRAL, _HERMES, _LLAMA)
+_APRIEL = Form(
+    re.compile(r"(?s).*<tool_calls>\["), "<tool_calls>", "</tool_calls>", "arguments",
+    '"[" one (", " one)* "]" {end}', '"[" one "]" {end}',
+)  # fmt: skip
+_FORMS = (_MISTRAL, _APRIEL, _HERMES, _LLAMA)
+_BARE = '{"name"'
+"""Begins a call without a mark after text; at the beginning of an answer { does."""
 
 
 @dataclass(frozen=True)
@@ -75,12 +85,16 @@ class Tools:
         names: of the tools that may be called.
         marks: the special tokens that begin and end calls, and have no text; none where these are text.
         grammar: of the answer, in the notation of `guided_grammar`; None if it may be any text.
+        offered: the tools that the template gets.
+        follow_thoughts: whether thoughts may stand before calls.
     """
 
     form: Form
     names: frozenset[str]
     marks: Mapping[int, str]
     grammar: str | None
+    offered: Sequence[Mapping[str, Any]]
+    follow_thoughts: bool
 
 
 class Call(NamedTuple):
@@ -105,25 +119,27 @@ def tools_of(given: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> To
     choice = _choice(given, names)
     if choice == "none" or not functions:
         return None
-    form = form_of(tokenizer, tools, "tools")
+    offered = [{"type": "function", "function": one} for one in functions]
+    form = form_of(tokenizer, offered, "tools")
     is_single = given.get("parallel_tool_calls") is False or choice in names
     is_constrained = choice != "auto" or is_single or any(one.get("strict") for one in functions)
     if choice in names:
         functions = [one for one in functions if one["name"] == choice]
     grammar = _grammar(form, functions, tokenizer, is_single=is_single, may_be_text=choice == "auto")
     called = frozenset(one["name"] for one in functions)
-    marks = {token: text for text in (form.mark, form.end) if (token := _special_id(text, tokenizer)) is not None}
-    return Tools(form, called, marks, grammar if is_constrained else None)
+    return Tools(
+        form, called, special_marks((form.mark, form.end), tokenizer), grammar if is_constrained else None, offered,
+        follow_thoughts=not is_constrained or (choice == "auto" and not form.is_bare),
+    )  # fmt: skip
 
 
 def _choice(given: Mapping[str, Any], names: Collection[str]) -> str:
     """The choice about calls: `auto`, `none`, `required`, or the name of the tool to call."""
     choice = given.get("tool_choice", "auto")
     if isinstance(choice, dict) and choice.get("type") == "function":
-        function = choice.get("function")
-        choice = function.get("name") if isinstance(function, dict) else None
-        if choice in names:
-            return str(choice)
+        named = next((name for name in names if choice == {"type": "function", "function": {"name": name}}), None)
+        if named:
+            return named
         raise RequestError("tool_choice must name one of tools", param="tool_choice")
     if choice not in _CHOICES or (choice == "required" and not names):
         wanted = f'{", ".join(_CHOICES)} or {{"type": "function", "function": {{"name": NAME}}}}'
@@ -132,14 +148,20 @@ def _choice(given: Mapping[str, Any], names: Collection[str]) -> str:
 
 
 def _function(tool: object, number: int) -> dict[str, Any]:
-    """The function of a tool."""
+    """The function of a tool, with the fields that have a value."""
     function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
     name = function.get("name") if isinstance(function, dict) else None
-    if not isinstance(function, dict) or not isinstance(name, str) or not _NAME.fullmatch(name):
+    if not (isinstance(tool, dict) and isinstance(function, dict) and isinstance(name, str)) or not _NAME.fullmatch(
+        name
+    ):
         wanted = '{"type": "function", "function": {"name": NAME, "parameters": SCHEMA}}'
         raise RequestError(f"entry {number} of tools must be {wanted}, with a name of {_NAME.pattern}", param="tools")
-    schema = function.get("parameters", {})
-    if not isinstance(schema, dict) or schema.get("type", "object") != "object":
+    function = {key: value for key, value in function.items() if value is not None}
+    if unknown := [*(tool.keys() - {"type", "function"}), *(function.keys() - _FIELDS.keys())]:
+        raise RequestError(f"{unknown[0][:64]!r} of {name} in tools is not supported: leave it out", param="tools")
+    if wrong := next((key for key, value in function.items() if not isinstance(value, _FIELDS[key])), None):
+        raise RequestError(f"{wrong} of {name} in tools must be {_KINDS[_FIELDS[wrong]]}", param="tools")
+    if function.get("parameters", {}).get("type", "object") != "object":
         raise RequestError(f"parameters of {name} in tools must be the schema of an object", param="tools")
     return function
 
@@ -149,13 +171,17 @@ def form_of(tokenizer: PreTrainedTokenizerBase, tools: Sequence[Any], param: str
     source = tokenizer.get_chat_template(tools=[*tools]) if tokenizer.chat_template else ""
     if found := next((form for form in _FORMS if form.taught_by.match(source)), None):
         return found
-    known = "of Hermes and Qwen 3 (<tool_call> around JSON), Llama 3 and Mistral ([TOOL_CALLS] before a list)"
+    known = (
+        "of Hermes and Qwen 3 (<tool_call> around JSON), Llama 3, Mistral ([TOOL_CALLS] before a list) and Apriel "
+        "(<tool_calls> around a list)"
+    )
     raise RequestError(f"the chat template of this model has no tool calls in a known form: those {known}", param=param)
 
 
-def _special_id(text: str, tokenizer: PreTrainedTokenizerBase) -> int | None:
+def special_marks(texts: Collection[str], tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
+    """The special tokens among some marks, which have no text."""
     added = tokenizer.added_tokens_decoder
-    return next((token for token, one in added.items() if one.special and one.content == text), None)
+    return {token: one.content for token, one in added.items() if one.special and one.content in texts}
 
 
 def _grammar(
@@ -163,13 +189,13 @@ def _grammar(
     may_be_text: bool,
 ) -> str:  # fmt: skip
     """Write the grammar of calls of these functions, or of a text before or in place of them."""
-    ids = {text: _special_id(text, tokenizer) for text in (form.mark, form.end)}
-    mark, end = (json.dumps(text) if ids[text] is None else f"<[{ids[text]}]>" for text in (form.mark, form.end))
+    ids = {text: token for token, text in special_marks((form.mark, form.end), tokenizer).items()}
+    mark, end = (f"<[{ids[text]}]>" if text in ids else json.dumps(text) for text in (form.mark, form.end))
     lines = [f"after: {(form.single if is_single else form.many).format(mark=mark, end=end)}"]
     lines.append("one: " + " | ".join(f"call_{number}" for number in range(len(functions))))
     for number, function in enumerate(functions):
         begin = f'{{"name": "{function["name"]}", "{form.key}": '
-        schema = _SPACING | {"type": "object"} | (function.get("parameters") or {"properties": {}})
+        schema = _SPACING | {"type": "object"} | (function.get("parameters") or _NOTHING)
         lines.append(f'call_{number}: {json.dumps(begin)} arguments_{number} "}}"')
         lines.append(f"arguments_{number}: %json {json.dumps(schema)}")
     begun = "after" if form.is_bare else f"{mark} after"
@@ -177,7 +203,7 @@ def _grammar(
         return "\n".join([f"start: {begun}", *lines])
     if form.is_bare:
         lines += [f"start: TEXT? | {begun}", r"TEXT: /(?s:.+)/ & ~/(?s:\s*\{.*)/"]
-    elif ids[form.mark] is not None:
+    elif form.mark in ids:
         lines += [f"start: TEXT? ({begun})?", "TEXT: /(?s:.+)/"]
     else:  # a text ends at its first mark
         lines += ["start: TEXT? | lead after", "TEXT: /(?s:.+)/", f"lead[suffix={mark}]: /(?s:.*)/"]
@@ -185,12 +211,18 @@ def _grammar(
 
 
 def with_calls(messages: object, tokenizer: PreTrainedTokenizerBase) -> object:
-    """Messages whose calls are as templates read them, with arguments as objects; raises RequestError."""
+    """Messages whose calls are as templates read them, with arguments as objects; raises RequestError.
+
+    A null or empty content of an assistant or a tool is the empty text.
+    """
     if not isinstance(messages, list):
         return messages
     found = []
     for number, message in enumerate(messages, start=1):
         calls = message.get("tool_calls") if isinstance(message, dict) else None
+        if isinstance(message, dict) and message.get("role") in ("assistant", "tool"):
+            said = message.get("content")
+            message = {**message, "content": "" if said in (None, []) else said}  # noqa: PLW2901
         if calls and (number == len(messages) or message.get("role") != "assistant"):
             reason = (
                 f"message {number} has tool_calls, which an assistant makes, and a message of the role tool answers"
@@ -205,7 +237,11 @@ def _read_calls(calls: Parsed, number: int, tokenizer: PreTrainedTokenizerBase) 
     try:
         functions = [(str(call["id"]), str(call["function"]["name"]), call["function"]["arguments"]) for call in calls]
         return [
-            {"id": name, "type": "function", "function": {"name": called, "arguments": _object(given)}}
+            {
+                "id": name,
+                "type": "function",
+                "function": {"name": called, "arguments": _object({} if given in ("", None) else given)},
+            }
             for name, called, given in functions
         ]
     except (KeyError, TypeError, ValueError, RecursionError):
@@ -224,18 +260,22 @@ def _object(given: object) -> dict[str, Any]:
 class CallReader:
     """Divides the text of an answer, while it arrives, into text for the user and calls.
 
-    A call is one once it is whole, and names a tool of the request; anything else is text. White space beside calls is
-    left out. Each character is looked at once as it arrives, and once more when the call is read that it belongs to.
-    What is open at the end of an answer is read once more.
+    A call is one once it is whole, and names a tool of the request; anything else is text. White space after calls
+    and marks that are repeated there are left out. Each character is looked at once as it arrives, and twice more when
+    the call is read that it belongs to. What is open at the end of an answer is read once more.
     """
 
     def __init__(self, tools: Tools) -> None:
         self._form, self._names = tools.form, tools.names
+        # A grammar leaves a text before a bare call free, so that such a call would be free too.
+        self._marks = [tools.form.mark, *filter(None, [tools.form.end])]
+        self._marks += [_BARE] if tools.form.is_bare and not tools.grammar else []
+        self._begins = re.compile("|".join(map(re.escape, self._marks)))
         self._between = re.compile(rf"(?:{re.escape(tools.form.mark)}|[ \n\r\t,;\[\]])*+")
         self._ends = re.compile(f'"|{re.escape(tools.form.end)}')
         # Text that has not been shown: white space before what may be a call, the open call, and what may begin a mark.
         self._spaces, self._block, self._rest = list[str](), list[str](), ""
-        self._is_quoted = self._has_text = self._has_calls = False
+        self._is_quoted = self._has_text = self._has_calls = self._follows_call = False
         self._shown, self._calls = list[str](), list[Call]()
 
     def push(self, text: str, *, is_over: bool = False) -> tuple[str, list[Call]]:
@@ -259,16 +299,19 @@ class CallReader:
 
     def _begin(self, text: str, at: int) -> int:
         """Show text up to the place where a call may begin, and return that; the end if there is none."""
-        mark = self._form.mark
-        place = text.find(mark, at)
-        if self._form.is_bare and not self._has_text and text[at : place if place >= 0 else None].lstrip()[:1] == "{":
+        found = self._begins.search(text, at)
+        place, mark = (found.start(), found[0]) if found else (len(text), "")
+        if self._form.is_bare and not self._has_text and text[at:place].lstrip()[:1] == "{":
             mark, place = "{", text.index("{", at)
-        end = place if place >= 0 else len(text) - _num_begun(text, mark, at)
+        end = place if mark else len(text) - max(num_begun(text, one, at) for one in self._marks)
         self._show(text[at:end])
-        if place < 0:
+        if not mark:
             self._rest = text[end:]
             return len(text)
-        self._block = [mark]
+        if mark != self._form.end:
+            self._block = [mark]
+        elif not self._follows_call:
+            self._show(mark)
         return place + len(mark)
 
     def _go_on(self, text: str, at: int) -> int:
@@ -282,7 +325,7 @@ class CallReader:
                     break
                 self._is_quoted, end = False, end + 1
             if not (found := self._ends.search(text, end)):
-                end = len(text) - _num_begun(text, mark, end)
+                end = len(text) - num_begun(text, mark, end)
                 break
             end, self._is_quoted = found.end(), found[0] == '"'
             if not self._is_quoted:
@@ -293,55 +336,65 @@ class CallReader:
         return len(text)
 
     def _close(self, block: str) -> None:
-        """End the open call, which is text if it is none."""
+        """End the open call, which is text if it is none; it may begin at the last of several marks."""
         self._block = []
-        calls, end = self._read(block, 0)
-        if calls and end + len(self._form.end) == len(block):
-            self._add(calls)
-        else:
-            self._show(block)
+        for at in dict.fromkeys((0, block.rfind(self._form.mark))):
+            calls, end, _ = self._read(block, at)
+            if calls and end + len(self._form.end) == len(block):
+                self._show(block[:at])
+                self._add(calls)
+                return
+        self._show(block)
 
     def _finish(self, block: str) -> None:
         """Read an open call where the answer ends, and what follows it: an odd quote may have hidden its end."""
         mark, at = self._form.end, 0
+        last = block.rfind(mark)
         while at < len(block):
-            calls, end = self._read(block, at)
-            if calls and (end == len(block) or block.startswith(mark, end)):
+            calls, end, reached = self._read(block, at)
+            is_closed = block.startswith(mark, end)
+            if calls and (is_closed or end > last):
                 self._add(calls)
-                end += len(mark)
+                end += len(mark) * is_closed
             else:
                 place = block.find(mark, at) if mark else -1
-                end = place + len(mark) if place >= 0 else len(block)
+                end = place + len(mark) if place >= 0 else len(block) if mark else max(reached, at + 1)
                 self._show(block[at:end])
-            found = block.find(self._form.mark, end)
-            at = found if found >= 0 else len(block)
+            found = self._begins.search(block, end)
+            at = found.start() if found else len(block)
             self._show(block[end:at])
 
     def _add(self, calls: list[Call]) -> None:
         self._calls += calls
-        self._spaces, self._has_calls = [], True
+        self._spaces = self._spaces if self._has_text else []
+        self._has_calls = self._follows_call = True
 
     def _show(self, text: str) -> None:
-        """Show text, but for white space at its end."""
+        """Show text, but for white space at its end and after a call."""
+        text = text.lstrip() if self._follows_call else text
         if shown := text.rstrip():
             self._shown += [*self._spaces, shown]
-            self._spaces, self._has_text = [], True
+            self._spaces, self._has_text, self._follows_call = [], True, False
         self._spaces.append(text[len(shown) :])
 
-    def _read(self, text: str, at: int) -> tuple[list[Call], int]:
-        """The calls that stand one after another from a place on, and the place after them."""
+    def _read(self, text: str, at: int) -> tuple[list[Call], int, int]:
+        """The calls that stand one after another from a place on, the place after them, and where it stopped."""
         calls, at = list[Call](), self._after(text, at)
+        reached = at
         try:
             while at < len(text):
-                one, end = _DECODER.raw_decode(text, at)
+                reached = len(text)
+                one, reached = _DECODER.raw_decode(text, at)
                 if one["name"] not in self._names:
                     break
-                arguments = json.dumps(_object(one[self._form.key]), ensure_ascii=False, allow_nan=False)
+                given = one.get(self._form.key, one.get("arguments"))
+                arguments = json.dumps(_object(given), ensure_ascii=False, allow_nan=False)
                 calls.append(Call(one["name"], arguments, secrets.token_hex(_ID_LENGTH)[:_ID_LENGTH]))
-                at = self._after(text, end)
-        except (KeyError, TypeError, ValueError, RecursionError):
-            pass
-        return calls, at
+                at = self._after(text, reached)
+        except (KeyError, TypeError, ValueError, RecursionError) as error:
+            if isinstance(error, json.JSONDecodeError) and error.doc is text:
+                reached = error.pos
+        return calls, at, reached
 
     def _after(self, text: str, at: int) -> int:
         """The place after what may stand between calls."""
@@ -349,17 +402,17 @@ class CallReader:
         return found.end() if found else at
 
 
-def _num_begun(text: str, mark: str, at: int) -> int:
+def num_begun(text: str, mark: str, at: int) -> int:
     """The characters at the end of a text, after a place, that may begin a mark."""
     return next((number for number in range(len(mark) - 1, 0, -1) if text.endswith(mark[:number], at)), 0)
 
 
 class MarkedText(IncrementalText):
-    """The text of an answer in which the special tokens that begin and end calls have text."""
+    """The text of an answer in which the special tokens that begin and end calls and thoughts have text."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt_ids: Sequence[int], tools: Tools) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt_ids: Sequence[int], marks: Mapping[int, str]) -> None:
         super().__init__(tokenizer, prompt_ids)
-        self._marks = tools.marks
+        self._marks = marks
 
     def push(self, token_ids: Sequence[int], *, num_accepted: int = 0) -> list[Piece]:
         """See `IncrementalText`."""

@@ -2,13 +2,16 @@
 
 import re
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 
 from llama_ssp import load
+from llama_ssp.rooms.serve.thoughts import thoughts_of
 from tests.helpers.repository import ROOT
 from tests.helpers.rooms import need
+from tests.rooms.serve.answers import CASES, KINDS, WEATHER, is_read_at_every_cut, offered, read
 from tests.rooms.serve.server import PROMPT, Server, serving
 
 PAGE = ROOT / "llama_ssp" / "rooms" / "serve" / "page.md"
@@ -157,6 +160,69 @@ def counts_with_requests(server: Server) -> bool:
     return {*found.values()} == {200} and server.ask("/v1/models/other")[0] == 404
 
 
+@contextmanager
+def template(server: Server, source: str) -> Iterator[Any]:
+    """The tokenizer of a server, with another chat template."""
+    tokenizer = server.session.models.tokenizer
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(tokenizer, "chat_template", source)
+        yield tokenizer
+
+
+def reads_thoughts(server: Server) -> bool:
+    found = []
+    for kind, text, wanted in CASES.values():
+        with template(server, kind.template) as tokenizer:
+            ids = tokenizer("" if kind.begins else "<think>\n").input_ids
+            thoughts = thoughts_of(tokenizer, None, ids)
+            found.append(thoughts and is_read_at_every_cut(text, wanted, thoughts, offered(tokenizer)))
+    return all(found)
+
+
+def thinks_in_the_prompt(server: Server) -> bool:
+    with template(server, KINDS["QwQ"].template):
+        whole = chat(server)
+        events = server.stream(CHATS, messages=MESSAGES, max_tokens=8, temperature=0)
+        _, answer = server.ask("/v1/responses", {"input": "def f", "max_output_tokens": 8, "temperature": 0})
+    message, counted = first(whole)["message"], whole["usage"]["completion_tokens_details"]
+    deltas = [first(event)["delta"] for event in events]
+    streamed = "".join(delta.get("reasoning_content", "") for delta in deltas)
+    is_whole = (message["content"], counted["reasoning_tokens"], streamed) == (None, 8, message["reasoning_content"])
+    [item] = answer["output"]
+    has_item = item["type"] == "reasoning" and item["content"][0]["type"] == "reasoning_text"
+    return is_whole and has_item and answer["usage"]["output_tokens_details"]["reasoning_tokens"] == 8
+
+
+def reads_calls_as_meant(server: Server) -> bool:
+    kinds = {"Qwen 3": "<tool_call>{}", "Magistral": "[TOOL_CALLS]{}", "Llama 3": "It is: {}"}
+    found = []
+    for name, lead in kinds.items():
+        kind = KINDS[name]
+        with template(server, kind.template) as tokenizer:
+            thoughts = thoughts_of(tokenizer, None, [])
+            assert thoughts
+            both = (kind.called, kind.called.replace("parameters", "arguments"))
+            found += [read([lead.format(called)], thoughts, offered(tokenizer))[2] for called in both]
+    return found == [1] * 6
+
+
+def takes_histories(server: Server) -> bool:
+    call = {"id": "a", "type": "function", "function": {"name": "weather", "arguments": ""}}
+    empty = {"refusal": None, "annotations": [], "audio": None, "function_call": None}
+    messages = [{"role": "user", "content": "x"}, empty | {"role": "assistant", "content": None, "tool_calls": [call]},
+                {"role": "tool", "tool_call_id": "a", "content": ""}]  # fmt: skip
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": None}}]
+    with template(server, KINDS["Qwen 3"].template):
+        return bool(first(chat(server, messages=messages, tools=tools)))
+
+
+def refuses_unknown_keys(server: Server) -> bool:
+    function = WEATHER["function"]
+    wrong = [WEATHER | {"cache": 1}, {"type": "function", "function": function | {"returns": {}}}]
+    with template(server, KINDS["Qwen 3"].template):
+        return {status(server, CHATS, tools=[tool]) for tool in wrong} == {400}
+
+
 HOLDS: dict[tuple[str, str], Check] = {
     ("vLLM, completions", "a streamed text is the whole one"): is_streamed,
     ("vLLM, completions", "`n` texts streamed at once, by `index`"): are_two_streamed,
@@ -182,6 +248,13 @@ HOLDS: dict[tuple[str, str], Check] = {
     ),
     ("vLLM, chats", "`guided_choice` and `structured_outputs` decide the text"): has_structures,
     ("vLLM, chats", "no messages, or messages without a role, get status 400"): refuses_wrong_messages,
+    ("vLLM, reasoning", "thoughts of four kinds of models, whole and at every cut; a call in them is none"):
+        reads_thoughts,
+    ("vLLM, reasoning", "a template that opens `<think>`, in chats, streams and responses"): thinks_in_the_prompt,
+    ("vLLM, tool parsers", "a doubled mark, a text before a call of Llama 3, and its `arguments`"):
+        reads_calls_as_meant,
+    ("OpenAI, chats", "empty arguments, parameters, contents and fields of messages"): takes_histories,
+    ("OpenAI, chats", "unknown keys of tools get status 400"): refuses_unknown_keys,
     ("llama.cpp", "a chat has role, reason and usage"): chats_in_one_form,
     ("llama.cpp", "a stream begins with the role, once"): streams_chats,
     ("llama.cpp", "`stop` ends the text before it"): stops_before,

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from llama_ssp.rooms.serve import tools
+from llama_ssp.rooms.serve.thoughts import ThoughtReader, Thoughts
 from llama_ssp.rooms.serve.tools import CallReader
 from tests.helpers.steps import Steps
 
@@ -19,6 +20,10 @@ CALLS = {
     "calls and text": ("mistral", "", f"[TOOL_CALLS]{CALL} so "), "objects": ("llama", "", "{"),
     "white space before objects": ("llama", "", " "), "tags": ("llama", "", "<|python_tag|>"),
     "calls with ;": ("llama", "", CALL.replace("arguments", "parameters") + "; "),
+    "objects in a text": ("llama", "so ", '{"name": '), "wrong lists": ("mistral", "", "[TOOL_CALLS]so "),
+    "texts that quote": ("llama", "so ", '{"name": "\\"'), "calls in a text": ("llama", "so ", f"{CALL} or "),
+    "ends after a call": ("hermes", f"<tool_call>{CALL}</tool_call>", " </tool_call>"),
+    "marks before an end": ("hermes", "", "<tool_call>so <tool_call>{</tool_call>"),
 }  # fmt: skip
 FORMS = {"hermes": tools._HERMES, "mistral": tools._MISTRAL, "llama": tools._LLAMA}
 
@@ -38,7 +43,7 @@ def test_calls_are_read_in_steps_that_grow_with_the_text(monkeypatch: pytest.Mon
         monkeypatch.setattr(tools, "re", SimpleNamespace(**{**vars(re), "compile": compiled}))
         monkeypatch.setattr(tools, "_QUOTED", steps.pattern(re.compile(r'(?:[^"\\]++|\\.)*+', re.DOTALL)))
         monkeypatch.setattr(tools, "_DECODER", steps)
-        reader = CallReader(SimpleNamespace(form=FORMS[name], names={"weather"}))  # type: ignore[arg-type]
+        reader = CallReader(SimpleNamespace(form=FORMS[name], names={"weather"}, grammar=None))  # type: ignore[arg-type]
         text = begin + again * number
         with steps.counting():
             for place in range(0, len(text), 5):
@@ -47,3 +52,19 @@ def test_calls_are_read_in_steps_that_grow_with_the_text(monkeypatch: pytest.Mon
         return steps
 
     check_linear(steps_of(20), steps_of(200))
+
+
+@pytest.mark.parametrize("again", [" \n", "so ", "<think>", "</thin", "</think>", "<", "<tool_call>"])
+@pytest.mark.parametrize("begin", ["", "<think>", "<think>so</think>"])
+def test_thoughts_are_read_in_steps_that_grow_with_the_text(begin: str, again: str) -> None:
+    def steps_of(number: int) -> Steps:
+        steps = Steps()
+        reader = ThoughtReader(Thoughts("<think>", "</think>", is_open=False, marks={}), "<tool_call>")
+        text = begin + again * number
+        with steps.counting():
+            for place in range(0, len(text), 5):
+                reader.push(steps.text(text[place : place + 5]))
+            reader.push(steps.text(""), is_over=True)
+        return steps
+
+    check_linear(steps_of(40), steps_of(400))

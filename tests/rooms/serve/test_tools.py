@@ -22,6 +22,7 @@ TEMPLATES = {
     "hermes": 'call: <tool_call>{\\"name\\": N, \\"arguments\\": A}</tool_call>',
     "llama": 'Environment: ipython; call: {"name": N, "parameters": A}',
     "mistral": '[TOOL_CALLS][{"name": N, "arguments": A}]',
+    "apriel": 'in <tool_call></tool_call>: <tool_calls>[{\\"name\\": N, \\"arguments\\": A}]</tool_calls>',
 }
 """What each teaches its model."""
 BODY = (
@@ -46,6 +47,7 @@ CALLS = {
     "hermes": ["<tool_call>\n{call}\n</tool_call>", "\n<tool_call>{call}</tool_call>\n"],
     "llama": ["{call}", "; {call}"],
     "mistral": ["[TOOL_CALLS][{call}", ", {call}]"],
+    "apriel": ["<tool_calls>[{call}", ", {call}]</tool_calls>"],
 }
 
 
@@ -268,6 +270,18 @@ def test_the_template_gets_tools_and_their_answers(served: Pair) -> None:
         assert not constraint_asked(request.sampling)
 
 
+def allows(pair: Pair, request: ServedRequest, text: str) -> bool:
+    """Whether the structure that a request asks for allows a text."""
+    from llama_ssp.rooms.grammars.text import prepare
+
+    vocabulary, ids = pair.models.request_maker.vocabulary, pair.tokenizer(text, add_special_tokens=False).input_ids
+    masks_TX = torch.full((len(ids) + 1, -(-vocabulary.size // 32)), -1, dtype=torch.int32)
+    assert request.sampling
+    prepare(request.sampling, vocabulary)().fill(masks_TX, ids, range(len(ids)))
+    forbidden_TV = forbidden(masks_TX, range(vocabulary.size))
+    return not any(forbidden_TV[place, token] for place, token in enumerate([*ids, *pair.models.eos_ids[:1]]))
+
+
 @grid(
     asked=[{"tools": [function("weather", strict=True)]}, {"tools": [WEATHER], "parallel_tool_calls": False},
            {"tools": [WEATHER], "tool_choice": "required"}],
@@ -277,34 +291,21 @@ def test_strict_and_single_calls_are_constrained(
     served: Pair, monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any], form_name: str
 ) -> None:
     """And a text before them, or in place of them, stays free where it may be one."""
-    from llama_ssp.rooms.grammars.text import prepare
-
     monkeypatch.setattr(served.tokenizer, "chat_template", template_of(form_name))
     [request] = reader_of(served).read(CHAT | asked, is_chat=True).completions
     assert request.sampling
     call = [part.replace("{call}", written(form_name, "weather", city="Rom")) for part in CALLS[form_name]]
-    good = call[0] + "]" * (form_name == "mistral")
+    good = call[0] + {"mistral": "]", "apriel": "]</tool_calls>"}.get(form_name, "")
     wrong = good.replace("Rom", "Paris")
     lead = "" if form_name == "llama" else "I see: "
 
-    def allows(text: str) -> bool:
-        vocabulary, ids = (
-            served.models.request_maker.vocabulary,
-            served.tokenizer(text, add_special_tokens=False).input_ids,
-        )
-        masks_TX = torch.full((len(ids) + 1, -(-vocabulary.size // 32)), -1, dtype=torch.int32)
-        assert request.sampling
-        prepare(request.sampling, vocabulary)().fill(masks_TX, ids, range(len(ids)))
-        forbidden_TV = forbidden(masks_TX, range(vocabulary.size))
-        return not any(forbidden_TV[place, token] for place, token in enumerate([*ids, *served.models.eos_ids[:1]]))
-
-    assert allows(good)
-    assert not allows(wrong)
+    assert allows(served, request, good)
+    assert not allows(served, request, wrong)
     is_free = asked.get("tool_choice") != "required"
-    assert allows("Just {a text}.") == is_free
+    assert allows(served, request, "Just {a text}.") == is_free
     if lead:
-        assert allows(lead + good) == is_free
-    assert not allows(lead + wrong)
+        assert allows(served, request, lead + good) == is_free
+    assert not allows(served, request, lead + wrong)
 
 
 @pytest.mark.seconds
@@ -320,7 +321,7 @@ def test_a_mark_that_is_a_special_token_is_seen_though_it_has_no_text(monkeypatc
         tools = tools_of(asked | {"tool_choice": "required"}, tokenizer)
         assert tools
         assert f"<[{mark}]>" in (tools.grammar or "")
-        text = MarkedText(tokenizer, (80,), tools)
+        text = MarkedText(tokenizer, (80,), tools.marks)
         pieces = "".join(piece.text for piece in [*text.push(ids), *text.flush()])
         shown, [call] = CallReader(tools).push(pieces, is_over=True)
         assert (shown.strip(), call.name, call.arguments) == ("I see", "weather", '{"city": "Rom"}')
@@ -338,6 +339,106 @@ def test_calls_between_special_tokens_are_all_seen(monkeypatch: pytest.MonkeyPat
     assert streamed["tool_calls"] == whole["message"]["tool_calls"]
 
 
+MEANT = {
+    "a doubled mark": ("hermes", "<tool_call>\n<tool_call>\n{rom}\n</tool_call>\n</tool_call>\n", ""),
+    "a mark, a text and a call": ("hermes", "<tool_call>So: <tool_call>{rom}</tool_call>", "<tool_call>So:"),
+    "an end without a call": ("hermes", "So </tool_call>", None),
+    "two lists": ("mistral", "Yes [TOOL_CALLS][{rom}][TOOL_CALLS] [{rom}]", "Yes"),
+    "a list after a wrong one": ("mistral", "[TOOL_CALLS]so [TOOL_CALLS][{rom}]", "[TOOL_CALLS]so"),
+    "a text around a call": ("llama", "Here {{it}} is: {rom} More?", "Here {it} is: More?"),
+    "calls within a text": ("llama", "First {rom}, then {rom}; {rom}.", "First then ."),
+    "a name that is none": ("llama", 'A {{"name": "x"}} is {rom}', 'A {"name": "x"} is'),
+    "half a name": ("llama", 'A {{"name', None),
+    "an object and a call": ("llama", '{{"a": 1}} then {rom}', '{"a": 1} then'),
+    "a list in marks": ("apriel", "So <tool_calls>[{rom}, {rom}]</tool_calls>", "So"),
+    "ids in a list": ("apriel", '<tool_calls>[{{"name": "weather", "arguments": {{}}, "id": "a"}}]</tool_calls>', ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("key", ["arguments", "parameters"])
+@pytest.mark.parametrize("step", [0, 1])
+@pytest.mark.parametrize("case", list(MEANT))
+def test_calls_are_read_as_their_models_mean_them(
+    served: Pair, monkeypatch: pytest.MonkeyPatch, case: str, step: int, key: str
+) -> None:
+    name, text, shown = MEANT[case]
+    monkeypatch.setattr(served.tokenizer, "chat_template", template_of(name))
+    called = json.dumps({"name": "weather", key if name == "llama" else "arguments": {"city": "Rom"}})
+    written_ = text.format(rom=called)
+    whole, streamed = answer_to(served, written_, asked={"tools": [WEATHER]}, step=step)
+    message = whole["message"]
+    calls = [one["function"]["name"] for one in message.get("tool_calls", ())]
+    assert calls == ["weather"] * (0 if shown is None else text.count("{rom}") or 1)
+    content = written_ if shown is None else shown
+    assert [" ".join((one["content"] or "").split()) for one in (message, streamed)] == [content] * 2
+
+
+def test_a_restricted_call_of_llama_3_is_the_whole_answer(served: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Since its grammar leaves a text free, in which a call would be free too."""
+    monkeypatch.setattr(served.tokenizer, "chat_template", template_of("llama"))
+    asked = {"tools": [function("weather", strict=True)]}
+    call = written("llama", "weather", city="Paris")
+    assert answer_to(served, f"So {call}", asked=asked)[0]["message"]["content"] == f"So {call}"
+    assert len(answer_to(served, call, asked=asked)[0]["message"]["tool_calls"]) == 1
+
+
+EMPTY = {"refusal": None, "annotations": [], "audio": None, "function_call": None, "name": None, "tool_calls": []}
+
+
+@pytest.mark.usefixtures("form")
+@pytest.mark.parametrize("arguments", ["", None, "{}", {}])
+@pytest.mark.parametrize("content", ["", None, []])
+def test_histories_are_read_as_clients_send_them(served: Pair, arguments: object, content: object) -> None:
+    call = {"id": "abcdefghi", "type": "function", "function": {"name": "weather", "arguments": arguments}}
+    messages = [
+        {"role": "user", "content": "x"} | EMPTY, {"role": "assistant", "content": content} | EMPTY,
+        {"role": "user", "content": ""}, EMPTY | {"role": "assistant", "content": content, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "abcdefghi", "content": content},
+    ]  # fmt: skip
+    tools = [function("weather", strict=None), {"type": "function", "function": {"name": "now", "parameters": None}}]
+    [request] = reader_of(served).read({**CHAT, "messages": messages, "tools": tools}, is_chat=True).completions
+    found = str(served.tokenizer.decode([*request.prompt_ids]))
+    assert " ".join(found.split()) == "weather now user: x assistant: user: assistant: weather tool:"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"role": "user", "content": None}, "message 2 must be an object with role and content"),
+        ({"content": "x"}, "message 2 must be"), ("x", "message 2 must be"),
+        ({"role": "user", "content": 5}, "message 2 must be"),
+        ({"role": "user", "content": [{"type": "text"}]}, "message 2 must be"),
+        ({"role": "user", "content": [{"type": "image_url"}]}, "image_url in message 2"),
+        ({"role": "user", "content": "x", "audio": {"id": "a"}}, "'audio' of message 2"),
+        ({"role": "assistant", "content": "x", "function_call": {"name": "a"}}, "'function_call' of message 2"),
+        ({"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "a", "arguments": "["}}]}, "message 2"),
+        ({"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "a", "arguments": 0}}]}, "message 2"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_refusal_names_the_number_of_the_message(
+    served: Pair, monkeypatch: pytest.MonkeyPatch, wrong: object, said: str
+) -> None:
+    monkeypatch.setattr(served.tokenizer, "chat_template", template_of("hermes"))
+    messages = [{"role": "user", "content": "x"}, wrong, {"role": "user", "content": "x"}]
+    with pytest.raises(RequestError, match=said) as error:
+        reader_of(served).read({**CHAT, "messages": messages}, is_chat=True)
+    assert error.value.param == "messages"
+
+
+@pytest.mark.parametrize("parameters", [{}, {"parameters": None}, {"parameters": {}}])
+def test_a_forced_tool_without_parameters_has_none(
+    served: Pair, monkeypatch: pytest.MonkeyPatch, parameters: dict[str, Any]
+) -> None:
+    need("grammars")
+    monkeypatch.setattr(served.tokenizer, "chat_template", template_of("hermes"))
+    tools = [{"type": "function", "function": {"name": "now"} | parameters}]
+    [request] = reader_of(served).read(CHAT | {"tools": tools, "tool_choice": "required"}, is_chat=True).completions
+    start = '<tool_call>\n{"name": "now", "arguments": '
+    assert allows(served, request, start + "{}}\n</tool_call>")
+    assert not allows(served, request, start + '{"a": 1}}\n</tool_call>')
+
+
 DEEP: dict[str, Any] = json.loads('{"a":' * 300 + "{}" + "}" * 300)
 DEEP_CALL = {"id": "a", "function": {"name": "weather", "arguments": '{"a":' * 300 + "1" + "}" * 300}}
 
@@ -349,7 +450,12 @@ DEEP_CALL = {"id": "a", "function": {"name": "weather", "arguments": '{"a":' * 3
         ({"tools": [function("a b")]}, "tools"), ({"tools": [WEATHER, WEATHER]}, "tools"),
         ({"tools": [function(f"a{n}") for n in range(129)]}, "tools"), ({"tools": [function("a\ud800")]}, "tools"),
         ({"tools": [{"type": "function", "function": {"name": "a", "parameters": []}}]}, "tools"),
-        ({"tools": [function("a", {"type": "string"})]}, "tools"), ({"tools": [function("a", DEEP)]}, None),
+        ({"tools": [function("a", {"type": "string"})]}, "tools"), ({"tools": [function("a", strict="x")]}, "tools"),
+        ({"tools": [function("a", returns={})]}, "tools"), ({"tools": [WEATHER | {"cache": True}]}, "tools"),
+        ({"tools": [function("a", description=["x"])]}, "tools"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "weather", "a": 1}}},
+         "tool_choice"),
+        ({"tools": [function("a", DEEP)]}, None),
         ({"tools": [function("a", {"not": {}}, strict=True)]}, "tools"), ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": [WEATHER], "tool_choice": "any"}, "tool_choice"),
         ({"tools": [WEATHER], "tool_choice": 3}, "tool_choice"),
@@ -398,9 +504,7 @@ def test_a_template_of_another_form_is_refused_with_the_forms_that_are_known(
     served: Pair, monkeypatch: pytest.MonkeyPatch, teaching: str
 ) -> None:
     monkeypatch.setattr(served.tokenizer, "chat_template", "{# " + teaching + " #}" + BODY)
-    with pytest.raises(
-        RequestError, match=r"a known form: those of Hermes and Qwen 3 .*, Llama 3 and Mistral"
-    ) as error:
+    with pytest.raises(RequestError, match=r"known form: those of Hermes and Qwen 3 .*, Llama 3, Mistral .*") as error:
         reader_of(served).read({**CHAT, "tools": [WEATHER]}, is_chat=True)
     assert error.value.param == "tools"
     assert reader_of(served).read({**CHAT, "tools": [WEATHER], "tool_choice": "none"}, is_chat=True).completions
