@@ -416,7 +416,8 @@ class BodyReader:
             param = "chat_template_kwargs" if str(error).startswith("chat_arguments.") else "messages"
             place = f"chat template in {self._maker.tokenizer.name_or_path}"  # whose path is not for clients
             raise RequestError(str(error).replace(place, "chat template"), param=param) from None
-        wrong = next((number for number, one in enumerate(asked, 1) if not _is_message(one)), None) if asked else None
+        many = enumerate(asked if isinstance(asked, list) else (), start=1)
+        wrong = next((number for number, one in many if not read_messages([one], "the body", reads_calls=True)), None)
         reason = f"message {wrong} must be an object with role and content, a text or a list of parts that have text"
         raise RequestError(reason if wrong else f"messages must be {_OF_CHATS['messages']}", param="messages")
 
@@ -429,10 +430,6 @@ def _check_fields(messages: object) -> None:
             if value and not is_kept:
                 wanted = f"a message has role, content, {' and '.join(MORE_FIELDS)}, which are texts"
                 raise RequestError(f"{wanted}: leave {name[:MOST_STOP]!r} of message {number} out", param="messages")
-
-
-def _is_message(given: object) -> bool:
-    return bool(read_messages([given], "the body", reads_calls=True))
 
 
 def _fields_of(body: Mapping[str, Any]) -> dict[str, Any]:

@@ -35,7 +35,7 @@ class Thoughts(NamedTuple):
 
 
 def thoughts_of(
-    tokenizer: PreTrainedTokenizerBase, tools: Sequence[Any] | None, prompt_ids: Sequence[int]
+    tokenizer: PreTrainedTokenizerBase, tools: list[dict[Any, Any]] | None, prompt_ids: Sequence[int]
 ) -> Thoughts | None:
     """The thoughts that may begin the answer to a prompt; None if the chat template knows none."""
     source = tokenizer.get_chat_template(tools=tools)

@@ -151,9 +151,8 @@ def _function(tool: object, number: int) -> dict[str, Any]:
     """The function of a tool, with the fields that have a value."""
     function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
     name = function.get("name") if isinstance(function, dict) else None
-    if not (isinstance(tool, dict) and isinstance(function, dict) and isinstance(name, str)) or not _NAME.fullmatch(
-        name
-    ):
+    is_named = isinstance(name, str) and _NAME.fullmatch(name)
+    if not (isinstance(tool, dict) and isinstance(function, dict) and is_named):
         wanted = '{"type": "function", "function": {"name": NAME, "parameters": SCHEMA}}'
         raise RequestError(f"entry {number} of tools must be {wanted}, with a name of {_NAME.pattern}", param="tools")
     function = {key: value for key, value in function.items() if value is not None}
@@ -220,15 +219,15 @@ def with_calls(messages: object, tokenizer: PreTrainedTokenizerBase) -> object:
     found = []
     for number, message in enumerate(messages, start=1):
         calls = message.get("tool_calls") if isinstance(message, dict) else None
-        if isinstance(message, dict) and message.get("role") in ("assistant", "tool"):
-            said = message.get("content")
-            message = {**message, "content": "" if said in (None, []) else said}  # noqa: PLW2901
+        is_silent = isinstance(message, dict) and message.get("content") in (None, [])
+        more: dict[str, Any] = {"content": ""} if is_silent and message.get("role") in ("assistant", "tool") else {}
         if calls and (number == len(messages) or message.get("role") != "assistant"):
             reason = (
                 f"message {number} has tool_calls, which an assistant makes, and a message of the role tool answers"
             )
             raise RequestError(reason, param="messages")
-        found.append({**message, "tool_calls": _read_calls(calls, number, tokenizer)} if calls else message)
+        more |= {"tool_calls": _read_calls(calls, number, tokenizer)} if calls else {}
+        found.append({**message, **more} if more else message)
     return found
 
 

@@ -208,7 +208,7 @@ def reads_calls_as_meant(server: Server) -> bool:
 
 def takes_histories(server: Server) -> bool:
     call = {"id": "a", "type": "function", "function": {"name": "weather", "arguments": ""}}
-    empty = {"refusal": None, "annotations": [], "audio": None, "function_call": None}
+    empty: dict[str, Any] = {"refusal": None, "annotations": [], "audio": None, "function_call": None}
     messages = [{"role": "user", "content": "x"}, empty | {"role": "assistant", "content": None, "tool_calls": [call]},
                 {"role": "tool", "tool_call_id": "a", "content": ""}]  # fmt: skip
     tools = [{"type": "function", "function": {"name": "weather", "parameters": None}}]

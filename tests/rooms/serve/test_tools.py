@@ -382,7 +382,14 @@ def test_a_restricted_call_of_llama_3_is_the_whole_answer(served: Pair, monkeypa
     assert len(answer_to(served, call, asked=asked)[0]["message"]["tool_calls"]) == 1
 
 
-EMPTY = {"refusal": None, "annotations": [], "audio": None, "function_call": None, "name": None, "tool_calls": []}
+EMPTY: dict[str, Any] = {
+    "refusal": None,
+    "annotations": [],
+    "audio": None,
+    "function_call": None,
+    "name": None,
+    "tool_calls": [],
+}
 
 
 @pytest.mark.usefixtures("form")
