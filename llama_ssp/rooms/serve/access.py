@@ -21,7 +21,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from llama_ssp.catalogue import read_path
 from llama_ssp.errors import ConfigError
-from llama_ssp.rooms.serve.inbox import Client, RequestError
+from llama_ssp.rooms.serve.inbox import ClientId, RequestError
 from llama_ssp.rooms.serve.records import ServeConfig, is_loopback
 
 _LOOK_S = 0.25
@@ -48,9 +48,9 @@ def read_keys(task: ServeConfig) -> Mapping[bytes, str]:
     return keys
 
 
-def client_of(request: Request) -> Client:
+def client_of(request: Request) -> ClientId:
     """The client of a request: the name of its key, and its address."""
-    return Client(request.scope.get("key", ""), request.client.host if request.client else "")
+    return ClientId(request.scope.get("key", ""), request.client.host if request.client else "")
 
 
 class Json(JSONResponse):

@@ -114,14 +114,14 @@ class RequestError(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
-class Client(NamedTuple):
+class ClientId(NamedTuple):
     """Who asks: the name of a key, and an address; each may be empty."""
 
     key: str = ""
     address: str = ""
 
 
-NOBODY = Client()
+NOBODY = ClientId()
 
 
 @dataclass(eq=False)
@@ -129,7 +129,7 @@ class _Taker:
     """The taker of a completion's parts; `num_left` new tokens that it has not got yet count for its client."""
 
     take: Callable[[Part], None]
-    client: Client
+    client: ClientId
     num_left: int = 0
 
 
@@ -149,8 +149,8 @@ class Inbox:
 
     most_waiting: int
     is_closed: bool = False
-    _waiting: dict[Client, deque[ServedRequest]] = field(default_factory=dict)
-    _had: dict[str | Client, int] = field(default_factory=dict)
+    _waiting: dict[ClientId, deque[ServedRequest]] = field(default_factory=dict)
+    _had: dict[str | ClientId, int] = field(default_factory=dict)
     _dropped: list[int] = field(default_factory=list)
     _takers: dict[int, _Taker] = field(default_factory=dict)
     _numbers: "count[int]" = field(default_factory=count)
@@ -177,7 +177,7 @@ class Inbox:
         self.is_closed = True
 
     def put(
-        self, completions: Sequence[ServedRequest], take: Callable[[int, Part], None], *, client: Client = NOBODY
+        self, completions: Sequence[ServedRequest], take: Callable[[int, Part], None], *, client: ClientId = NOBODY
     ) -> list[int]:
         """Enter completions of a client, numbered by `index`; returns the numbers. `take` gets their places and parts.
 
@@ -202,11 +202,11 @@ class Inbox:
             self._changed.notify()
         return numbers
 
-    def _begin(self, client: Client) -> None:
+    def _begin(self, client: ClientId) -> None:
         """Forget what clients and keys had that have gone, and let a client begin with no less than the least had."""
         clients = {taker.client for taker in self._takers.values()}
         keys = {one.key for one in clients}
-        among: list[tuple[str | Client, set[Any]]] = [
+        among: list[tuple[str | ClientId, set[Any]]] = [
             (client.key, keys), (client, {one for one in clients if one.key == client.key})
         ]  # fmt: skip
         begun = {
@@ -275,7 +275,7 @@ class Inbox:
             self._count(taker.client, -taker.num_left)
         return taker
 
-    def _count(self, client: Client, num_tokens: int) -> None:
+    def _count(self, client: ClientId, num_tokens: int) -> None:
         """Count tokens for a client and for its key."""
         for one in (client.key, client):
             self._had[one] += num_tokens

@@ -14,7 +14,7 @@ import pytest
 from llama_ssp import Pair, load
 from llama_ssp.errors import ConfigError
 from llama_ssp.rooms.serve.access import read_keys
-from llama_ssp.rooms.serve.inbox import Client, Inbox, ServedRequest
+from llama_ssp.rooms.serve.inbox import ClientId, Inbox, ServedRequest
 from llama_ssp.rooms.serve.records import ServeConfig
 from tests.helpers.disturbed import wait_for
 from tests.rooms.serve.server import JSON, PROMPT, Server, serving
@@ -107,7 +107,7 @@ def test_one_request_ends_among_the_first_four_beside_forty_of_another(pair: Pai
 
 def test_keys_take_turns_and_then_the_addresses_of_a_key() -> None:
     inbox = Inbox(64)
-    clients = [Client("a", "1"), Client("b", "1"), Client("a", "2")]
+    clients = [ClientId("a", "1"), ClientId("b", "1"), ClientId("a", "2")]
     for client, number in zip(clients, (20, 5, 2), strict=True):
         inbox.put([ServedRequest(index=0, prompt_ids=(1,), max_new_tokens=9)] * number, lambda *_: None, client=client)
     numbers = [one.index for one in inbox.take(12, wait_s=0)[0]]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from llama_ssp import Pair, load
-from llama_ssp.rooms.serve.inbox import Client, Inbox, Part, RequestError, ServedRequest
+from llama_ssp.rooms.serve.inbox import ClientId, Inbox, Part, RequestError, ServedRequest
 from llama_ssp.rooms.serve.records import ServeConfig
 from tests.rooms.serve.server import JSON, PROMPT, Server, serving
 
@@ -223,7 +223,7 @@ def test_clients_take_turns_by_the_tokens_that_they_have_had() -> None:
 
     def put(client: str, number: int, length: int) -> None:
         request = ServedRequest(index=0, prompt_ids=(1,) * length, max_new_tokens=10, seed=ord(client))
-        inbox.put([request] * number, lambda *_: None, client=Client(address=client))
+        inbox.put([request] * number, lambda *_: None, client=ClientId(address=client))
 
     def take(number: int) -> str:
         return "".join(chr(one.seed or 0) for one in inbox.take(number, wait_s=0)[0])
@@ -244,13 +244,13 @@ def test_a_client_has_had_the_tokens_that_it_got_not_those_that_it_asked_for(is_
     """Clients that stop early do not wait for the turns of those who ask for little."""
     inbox = Inbox(most_waiting=99)
     long, short = (ServedRequest(index=0, prompt_ids=(1,), max_new_tokens=most, seed=most) for most in (400, 20))
-    inbox.put([short] * 9, lambda *_: None, client=Client(address="short"))
+    inbox.put([short] * 9, lambda *_: None, client=ClientId(address="short"))
     for _ in range(2):
-        [number] = inbox.put([long], lambda *_: None, client=Client(address="long"))
+        [number] = inbox.put([long], lambda *_: None, client=ClientId(address="long"))
         taken = [one.seed for one in inbox.take(2, wait_s=0)[0]]
         assert 400 in taken, "its turn has come"
         inbox.deliver(number, Part(new_ids=[5]))
-        inbox.put([long], lambda *_: None, client=Client(address="long"))
+        inbox.put([long], lambda *_: None, client=ClientId(address="long"))
         assert [one.seed for one in inbox.take(2, wait_s=0)[0]] == [20, 20], "it may get 399 more"
         if is_dropped:
             inbox.drop([number])
