@@ -1,5 +1,6 @@
 """What public suites of other servers ask, as cases of our own: each row of the page's table holds, or is refused."""
 
+import json
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -223,6 +224,61 @@ def refuses_unknown_keys(server: Server) -> bool:
         return {status(server, CHATS, tools=[tool]) for tool in wrong} == {400}
 
 
+def has_an_object_of_a_schema(server: Server) -> bool:
+    need("grammars")
+    asked = {"type": "json_object", "schema": {"const": {"a": 1}}}
+    return bool(json.loads(first(chat(server, response_format=asked, max_tokens=20))["message"]["content"]) == {"a": 1})
+
+
+def ends_with_its_structure(server: Server) -> bool:
+    need("grammars")
+    choices = [first(text(server, guided_choice=["ab"], **more)) for more in ({"min_tokens": 6}, {"ignore_eos": True})]
+    return {(choice["text"], choice["finish_reason"]) for choice in choices} == {("ab", "stop")}
+
+
+def refuses_what_no_library_makes(server: Server) -> bool:
+    need("grammars")
+    made = [status(server, TEXTS, guided_regex=regex, max_tokens=2) for regex in ("a{65535}", "(a?){1000}a{1000}")]
+    refused = status(server, TEXTS, guided_json={"not": {"type": "string"}})
+    return made == [200, 200] and refused == 400
+
+
+def tokenizes(server: Server) -> bool:
+    _, found = server.ask("/tokenize", {"prompt": "def x", "return_token_strs": True})
+    _, bare = server.ask("/tokenize", {"prompt": "def x", "add_special_tokens": False})
+    is_named = found["tokens"][1:] == bare["tokens"] and len(found["token_strs"]) == found["count"]
+    return is_named and server.ask("/tokenize", {"prompt": "x", "other": 1})[0] == 400
+
+
+def streams_ids(server: Server) -> bool:
+    asked: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0, "return_token_ids": True}
+    whole, events = first(server.complete(**asked)), server.stream(TEXTS, **asked)
+    told = [first(event).get("prompt_token_ids") for event in events]
+    ids = [token for event in events for token in first(event)["token_ids"]]
+    return bool(ids == whole["token_ids"] and told[0] == whole["prompt_token_ids"] and not any(told[1:]))
+
+
+def has_null_usage(server: Server) -> bool:
+    options = {"include_usage": True}
+    *events, _ = server.stream(TEXTS, prompt=PROMPT, max_tokens=8, temperature=0, stream_options=options)
+    return all(event["usage"] is None for event in events)
+
+
+def echoes_responses(server: Server) -> bool:
+    asked = {"temperature": 0.5, "top_p": 0.9, "metadata": {"a": "b"}, "instructions": "be", "max_output_tokens": 8}
+    _, answer = server.ask("/v1/responses", {"input": "x", "truncation": "auto", **asked})
+    return bool({name: answer[name] for name in asked} == asked)
+
+
+def has_dashboards(server: Server) -> bool:
+    text(server)
+    _, page = server.ask("/metrics")
+    times = ("time_to_first_token", "e2e_request_latency", "request_time_per_output_token", "request_queue_time")
+    names = [*(f"vllm:{name}_seconds_bucket" for name in times), "vllm:prompt_tokens_total",
+             "vllm:generation_tokens_total", "vllm:request_success_total"]  # fmt: skip
+    return all(name in page for name in names)
+
+
 HOLDS: dict[tuple[str, str], Check] = {
     ("vLLM, completions", "a streamed text is the whole one"): is_streamed,
     ("vLLM, completions", "`n` texts streamed at once, by `index`"): are_two_streamed,
@@ -255,6 +311,16 @@ HOLDS: dict[tuple[str, str], Check] = {
         reads_calls_as_meant,
     ("OpenAI, chats", "empty arguments, parameters, contents and fields of messages"): takes_histories,
     ("OpenAI, chats", "unknown keys of tools get status 400"): refuses_unknown_keys,
+    ("OpenAI, streams", "`usage` is null before the event that has it"): has_null_usage,
+    ("OpenAI, responses", "sampling, metadata, instructions and limits are echoed"): echoes_responses,
+    ("vLLM, completions", "`return_token_ids`, in streams too"): streams_ids,
+    ("vLLM, completions", "a text ends with its structure, whatever `min_tokens` and `ignore_eos` say"):
+        ends_with_its_structure,
+    ("vLLM, completions", "expressions of many repetitions; what the library cannot make gets status 400"):
+        refuses_what_no_library_makes,
+    ("vLLM, tokenize", "`return_token_strs`, `add_special_tokens`, and no unknown field"): tokenizes,
+    ("vLLM, metrics", "the names that its dashboards read"): has_dashboards,
+    ("llama.cpp", "`response_format` of type `json_object` with a schema"): has_an_object_of_a_schema,
     ("llama.cpp", "a chat has role, reason and usage"): chats_in_one_form,
     ("llama.cpp", "a stream begins with the role, once"): streams_chats,
     ("llama.cpp", "`stop` ends the text before it"): stops_before,
