@@ -1,6 +1,7 @@
 """Requests that ask for much work are answered or refused by a sentence, and a client beside them does not wait."""
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPConnection
@@ -13,7 +14,7 @@ import pytest
 from llama_ssp import Pair, load
 from tests.helpers.lanes import first
 from tests.helpers.rooms import need
-from tests.rooms.serve.server import serving
+from tests.rooms.serve.server import JSON, serving
 from tests.rooms.serve.test_distributed import serving as serving_on
 
 Ask = Callable[[dict[str, Any], float], tuple[int, Any]]
@@ -73,7 +74,7 @@ def check(ask: Ask, kind: str) -> None:
 def asking(port: int) -> Ask:
     def ask(body: dict[str, Any], timeout_s: float) -> tuple[int, Any]:
         connection = HTTPConnection("127.0.0.1", port, timeout=timeout_s)
-        connection.request("POST", "/v1/completions", json.dumps(body))
+        connection.request("POST", "/v1/completions", json.dumps(body), JSON)
         answer = connection.getresponse()
         content = json.loads(answer.read())
         connection.close()
@@ -100,7 +101,19 @@ def test_a_client_of_one_token_does_not_wait_for_them(ask: Ask, kind: str) -> No
 
 
 @pytest.mark.slow
-def test_nor_on_two_ranks(tmp_path: Path) -> None:
-    with serving_on(2, tmp_path / "run") as (_, address):
-        for kind in HOSTILE:
-            check(asking(urlsplit(address).port or 0), kind)
+def test_nor_on_two_ranks_whose_memory_does_not_grow(tmp_path: Path) -> None:
+    """Kept structures are few: a second time takes no more than the first."""
+    with serving_on(2, tmp_path / "run") as (process, address):
+        memory = []
+        for _ in range(2):
+            for kind in HOSTILE:
+                check(asking(urlsplit(address).port or 0), kind)
+            memory.append(resident_bytes(process.pid))
+    assert memory[1] < 1.1 * memory[0]
+
+
+def resident_bytes(pid: int) -> int:
+    """Resident memory of a process and of those that it has started."""
+    own = int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    children = "".join(file.read_text() for file in Path(f"/proc/{pid}/task").glob("*/children")).split()
+    return own + sum(resident_bytes(int(child)) for child in children)
