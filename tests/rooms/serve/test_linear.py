@@ -2,12 +2,18 @@
 
 import re
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from llama_ssp import Pair
+from llama_ssp.log_probs import TokenLogprob, TopLogprob
 from llama_ssp.rooms.serve import tools
+from llama_ssp.rooms.serve.inbox import Part, ServedRequest
+from llama_ssp.rooms.serve.protocol import Answer
 from llama_ssp.rooms.serve.thoughts import ThoughtReader, Thoughts
 from llama_ssp.rooms.serve.tools import CallReader
+from llama_ssp.speculate.engine.text import StopStrings
 from tests.helpers.steps import Steps
 
 CALL = '{"name": "weather", "arguments": {"city": "Rom"}}'
@@ -68,3 +74,36 @@ def test_thoughts_are_read_in_steps_that_grow_with_the_text(begin: str, again: s
         return steps
 
     check_linear(steps_of(40), steps_of(400))
+
+
+@pytest.mark.parametrize("asked", ["text", "stops", "log-probabilities"])
+@pytest.mark.parametrize("is_chat", [False, True])
+def test_an_answer_is_written_in_steps_that_grow_with_its_tokens(pair: Pair, asked: str, is_chat: bool) -> None:
+    """Detokenizing, stops, offsets and log-probabilities; tokens that are decoded count too."""
+    tokenizer = pair.tokenizer
+    ids = tokenizer("def f(x):\n    return x + 1\n", add_special_tokens=False).input_ids
+    stops = StopStrings(tokenizer, ["never", "in this text"]) if asked == "stops" else None
+    num_top = 1 if asked == "log-probabilities" else None
+
+    def steps_of(number: int) -> Steps:
+        steps, tokens = Steps(), ids * number
+        request = ServedRequest(index=0, prompt_ids=(1, 80), max_new_tokens=len(tokens), stops=stops, num_top=num_top)
+        scores = [TokenLogprob(token=one, logprob=-1.0, top=[TopLogprob(token=9, logprob=-0.5)]) for one in tokens]
+
+        def decode(some: list[int], **how: Any) -> str:
+            steps.num_chars += len(some)
+            return str(plain(some, **how))
+
+        plain = tokenizer.decode
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(tokenizer, "decode", decode)
+            answer = Answer(request, tokenizer, 0, is_chat=is_chat)
+            with steps.counting():
+                for token in tokens[:-1]:
+                    answer.choice(answer.push(Part([token])))
+                    steps.num_chars += len(answer._held)  # what stops are looked for in
+                answer.push(Part(tokens[-1:], "length", logprobs=scores if num_top else None))
+                answer.choice()
+        return steps
+
+    check_linear(steps_of(6), steps_of(60))
