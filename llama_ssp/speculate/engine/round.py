@@ -173,7 +173,8 @@ class Round:
         drafted: tuple[Any, ...] = ()
         behind = []
         if choice.num_tokens:
-            behind = [self.draft_stage(choice, *self._lead(constraints, choice), bucket=bucket)]
+            lead = self._lead(constraints, choice) if constraints else (False, False)
+            behind = [self.draft_stage(choice, *lead, bucket=bucket)]
         for drafting in behind:
             drafted = executor.run(drafting, state)
             clock.add("draft")
@@ -225,8 +226,7 @@ class Round:
 
     def _lead(self, constraints: Sequence[Constraint | None], choice: DraftChoice) -> tuple[bool, bool]:
         """Write the first masks of a draft that heeds them, and the next tokens where it gets no further masks."""
-        if not (constraints and self.masks):
-            return False, False
+        assert self.masks, "a batch whose rows may have constraints"
         if heeds := heeds_masks(self.drafters[choice.source]):
             self.masks.begin(self.verifier.own_rows(len(constraints)), constraints)
         return heeds, not (heeds and self.masks.follows_drafts) and self.masks.force(constraints, choice.num_tokens)

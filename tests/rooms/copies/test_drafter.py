@@ -143,7 +143,8 @@ def test_a_chain_is_drafted_as_a_tree_of_one_child_each(texts: list[list[int]], 
 def test_no_value_is_read_on_the_host() -> None:
     meta = torch.device("meta")
     drafter = NgramDrafter(parts_of(config=NgramConfig(kind="ngram"), device=meta, tree="3x2x1"))
-    rows = Rows._make(torch.zeros(shape, dtype=torch.int64, device=meta) for shape in ((2, 40), (2,), (2,), (2,)))
+    tokens_BS, numbers_B = (torch.zeros(shape, dtype=torch.int64, device=meta) for shape in ((2, 40), (2,)))
+    rows = Rows(tokens_BS, numbers_B, numbers_B, numbers_B)
     draft = drafter.propose(rows, num_tokens=15, uniforms_BKP=torch.empty(2, 15, 2, device=meta), bucket=32)
     assert draft.ids_BK.shape == (2, 15)
 

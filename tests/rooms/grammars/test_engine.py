@@ -268,20 +268,24 @@ class Failing:
     num_read = 0
 
     def __init__(self) -> None:
-        self.was_drafted = self.is_ahead = self.fails = False
+        self.is_ahead = self.fails = False
 
     def deep_copy(self) -> "Failing":
         return Failing()
 
     def consume_tokens(self, ids: Sequence[int]) -> None:
         Failing.num_read += len(ids)
-        self.is_ahead = self.was_drafted
+
+    def try_consume_tokens(self, ids: Sequence[int]) -> int:
+        Failing.num_read += len(ids)
+        self.is_ahead = True
+        return len(ids)
 
     def consume_token(self, _token: int) -> None:
         Failing.num_read += 1
 
     def rollback(self, _number: int) -> None:
-        self.was_drafted = True
+        self.is_ahead = False
 
     def unsafe_compute_mask_ptr(self, _place: int, _size: int) -> None:
         self.fails = self.is_ahead

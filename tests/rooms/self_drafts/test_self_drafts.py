@@ -335,7 +335,7 @@ BAD_ARGUMENTS: dict[str, tuple[Any, str]] = {
     "another name": ({"kind": "self", "windows": 3}, "unknown setting of the draft 'windows': .*did you mean window"),
     "no kind": ({"window": 3}, "must have either a kind, as .* or a model, as"),
     "another kind": ({"kind": "selves"}, "unknown draft 'selves': .*did you mean self"),
-    "of no window": ({"kind": "self", "layers": 2, "sinks": 3}, "draft.sinks has no effect without draft.window"),
+    "of no window": ({"kind": "self", "layers": 2, "sinks": 3}, "sinks has no effect without window"),
 }
 
 
