@@ -165,8 +165,8 @@ def _values(config: RunConfig) -> Iterator[str]:
     draft, rule = config.draft.kind, config.verification.rule
     kind, weights = BACKENDS.problem_of(config.placement.target.kind), WEIGHTS.problem_of(config.weights)
     yield from filter(None, (drafters.DRAFTERS.problem_of(draft), RULES.problem_of(rule), kind, weights))
-    if config.draft.fallback not in {None, *(free := drafters.free_drafts())}:
-        yield unknown_name(key_of("draft.fallback"), str(config.draft.fallback), free)
+    if (fallback := config.draft.fallback) is not None and fallback not in (free := drafters.free_drafts()):
+        yield unknown_name(key_of("draft.fallback"), fallback, free)
     yield from (found for found in _of_draft(config) if isinstance(found, str))
     yield from clashes(config)
 

@@ -15,7 +15,7 @@ class FixedLength:
 
     Attributes:
         choices: whatever `choose` may return, but for `num_unread`.
-        num_rows: of the next round, as far as they take drafts; 0 before the first one.
+        num_rows: of the next round, as far as they take drafts, where there is a choice; 0 before the first one.
     """
 
     num_rows = 0

@@ -376,10 +376,13 @@ class Decoding:
     def _choose(self) -> DraftChoice:
         """Choose what the next round drafts; a drafter that has not read all prompts reads them now if it drafts."""
         length = self.decoder.length
-        drafted = [owner for owner in self.rows.decoding if owner.request.num_draft_tokens != 0]
-        length.num_rows = len(drafted)
+        keeps = False
+        if len(length.choices) > 1:
+            drafted = [owner.request for owner in self.rows.decoding if owner.request.num_draft_tokens != 0]
+            length.num_rows = len(drafted)
+            keeps = not self.round.verifier.rule.takes_best and any(request.keeps_lengths for request in drafted)
         choice = length.choose(self._unread.num_tokens)
-        if not self.round.verifier.rule.takes_best and any(owner.request.keeps_lengths for owner in drafted):
+        if keeps:
             choice = max(one for one in length.choices if not one.source)
         if (self.round.limit or self.round.steps) and all(
             owner.request.num_draft_tokens == 0 or self._outgrew(owner, choice) for owner in self.rows.decoding
