@@ -333,7 +333,10 @@ def test_without_a_server_there_is_a_sentence(audit: Audit, tmp_path: Path) -> N
         ("task=audit task.url=http://a/v1 sampling=greedy", "task=audit judges samples"),
         ("task=audit task.url=http://a/v1 num_samples=3", "num_samples has no effect on task=audit"),
         ("task=audit task.url=http://a/v1 task.tokens=3", "task.tokens=3 must be at least 200"),
-        ("task=audit task.url=http://a/v1 task.checks=[top-k]", "'top-k': there are end of the context, first tokens, "),
+        (
+            "task=audit task.url=http://a/v1 task.checks=[top-k]",
+            "'top-k': there are end of the context, first tokens, ",
+        ),
         ("task=audit task.url=http://a/v1 task.checks=[swaps]", "give the other one by baseline=http://HOST:PORT/v1"),
         (
             "task=audit task.url=http://a/v1 task.checks=[seeds] task.baseline=http://b/v1",
