@@ -135,13 +135,16 @@ class Service:
         futures = [preparing for _, preparing in self._unprepared]
         if is_idle:
             wait(futures, timeout=_SOON_S, return_when=FIRST_COMPLETED)
-        done = self._comm.gather_text("".join(str(int(one.done())) for one in futures))
+        states = ("failed" if one.done() and one.exception() else "done" if one.done() else "open" for one in futures)
+        all_states = [text.split() for text in self._comm.gather_text(" ".join(states))]
         found, left = list[Request](), deque[tuple[ServedRequest, Future[Begin | None]]]()
-        for (request, preparing), *are_done in zip(self._unprepared, *done, strict=True):
-            if "0" in are_done:
+        for (request, preparing), *of_ranks in zip(self._unprepared, *all_states, strict=True):
+            if "open" in of_ranks:
                 left.append((request, preparing))
-            elif isinstance(error := preparing.exception(), SspError):
-                self._fail(request, error)
+            elif "failed" in of_ranks:
+                error = preparing.exception()
+                unknown = SspError("the structure of the text could not be prepared")
+                self._fail(request, error if isinstance(error, SspError) else unknown)
             else:
                 found.append(replace(request, begin=preparing.result()))
         self._unprepared = left

@@ -117,3 +117,19 @@ def resident_bytes(pid: int) -> int:
     own = int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     children = "".join(file.read_text() for file in Path(f"/proc/{pid}/task").glob("*/children")).split()
     return own + sum(resident_bytes(int(child)) for child in children)
+
+
+@pytest.mark.seconds
+def test_a_structure_that_fails_unexpectedly_ends_its_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the decoder's threads, where it had been prepared at its arrival: a rank may lack the memory."""
+    need("grammars")
+    from llama_ssp.rooms.serve import service
+
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(service, "prepare_constraint", fail)
+    with serving(load("tiny")) as server:
+        status, answer = server.ask("/v1/completions", {"prompt": "x", "guided_regex": "a", "max_tokens": 2})
+        assert (status, answer["error"]["message"]) == (500, "the structure of the text could not be prepared")
+        assert server.complete(prompt="x", max_tokens=2)["choices"]
