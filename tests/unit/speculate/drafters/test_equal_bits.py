@@ -4,18 +4,21 @@ As on a GPU with `reproducible=true`: attention by lengths has equal bits there,
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from llama_ssp import Pair
 from llama_ssp.errors import ConfigError
 from llama_ssp.kernels.linear import PlainLinear
 from llama_ssp.models.llama import decoder as lean
 from llama_ssp.models.llama.attention import attend_by_mask
 from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.ranks.comms import Comm
-from llama_ssp.run.decoders import _check_bits
+from llama_ssp.run.decoders import _check_bits, build_decoder
+from llama_ssp.settings.schema import SamplingConfig
 from llama_ssp.speculate.drafters.model import ModelDrafter
 from llama_ssp.speculate.drafters.shared import BroadcastDrafter
 from llama_ssp.speculate.sampling.rules import Rule
@@ -114,3 +117,13 @@ def test_where_a_rule_reads_the_law_of_a_draft_the_drafter_is_asked() -> None:
     need("copies")
     sampled.draft = copies()
     _check_bits(silent, models, sampled)
+
+
+def test_no_decoder_is_built_with_a_draft_that_does_not_say_so(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands, library and server build their decoders by one function."""
+    sampled = replace(pair.config, sampling=SamplingConfig(temperature=0.7), reproducible=True)
+    build_decoder(pair.models, sampled, speculative=True)
+    monkeypatch.setattr(ModelDrafter, "is_invariant", False)
+    build_decoder(pair.models, sampled, speculative=False)
+    with pytest.raises(ConfigError, match=r"^reproducible=true needs a draft whose probabilities have the same bits"):
+        build_decoder(pair.models, sampled, speculative=True)
