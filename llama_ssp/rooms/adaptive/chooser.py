@@ -76,7 +76,13 @@ class AdaptiveLength(FixedLength):
         return probe
 
     def reads_at_once(self, source: int) -> bool:
-        """See `FixedLength`: False if it would lose with all tokens accepted, as other choices may be worth a try."""
+        """See `FixedLength`: among several rows, True while they draft with it, as others' texts tell its acceptance.
+
+        Alone, True unless it would lose with all tokens accepted: the next text may be worth a try.
+        """
+        if self.num_rows > 1:
+            best = self._planned((0,) * len(self._sources))[0]
+            return bool(best.num_tokens) and best.source == source
         return any(self._sources[source].may_gain(costs) for costs in (self._costs.rounds, self._costs.of_one))
 
     def observe(self, choice: DraftChoice, num_accepted: Sequence[int]) -> None:

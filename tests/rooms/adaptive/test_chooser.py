@@ -76,7 +76,18 @@ def test_one_row_drafts_where_all_rows_would_lose() -> None:
         length.num_rows = number
         chosen.append(length.choose([0]).num_tokens)
     assert chosen[0] > chosen[1] > chosen[2] == 0
-    assert length.reads_at_once(0)
+
+
+def test_a_prompt_is_not_read_for_drafts_while_the_rows_beside_it_have_none() -> None:
+    of_one, of_all = costs(draft_step=0.1), costs(draft_step=0.9)
+    length = AdaptiveLength(
+        RoundCosts(rounds=of_all.rounds, catch_up=(0.0,), of_one=of_one.rounds, num_rows=8), acceptance=[0.7]
+    )
+    read = []
+    for number in (0, 1, 4, 8):
+        length.num_rows = number
+        read.append(length.reads_at_once(0))
+    assert read == [True, True, True, False]
 
 
 @pytest.mark.parametrize("catch_up", [0.0, 5.0])
