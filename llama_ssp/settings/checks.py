@@ -8,7 +8,7 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from llama_ssp import catalogue
 from llama_ssp.catalogue import ENDINGS_WITH_FIELDS, ModelConfig, ModelShape, ending_of
@@ -32,16 +32,20 @@ from llama_ssp.words import key_of, said, value_of
 _NEVER_IGNORED = {"dry_run"}
 
 
-def check(
-    config: RunConfig, explicit: frozenset[str], *, world_size: int, of_sweep: bool = False
-) -> Sequence[NoEffect]:
+class Checked(NamedTuple):
+    """A config that can run, and its settings that had no effect, which have their defaults again."""
+
+    config: RunConfig
+    unread: Sequence[NoEffect]
+
+
+def check(config: RunConfig, explicit: frozenset[str], *, world_size: int, of_sweep: bool = False) -> Checked:
     """Refuse a config that cannot run with one ConfigError for all problems; every rank gets the same result.
 
     The draft must be resolved (`compose.to_run_config`). `explicit` has the dotted keys that the user gave; a group
     choice counts as a key named after the group.
 
-    A setting without effect is a problem, except at a point of a sweep, `of_sweep`: other points may read it. It is
-    then returned, and has its default again.
+    A setting without effect is a problem, except at a point of a sweep, `of_sweep`: other points may read it.
     """
     of_task = [*task_of(config).problems(config, explicit)]
     if kind := request_file(config):
@@ -58,9 +62,9 @@ def check(
         *(str(found) for found in unread if not of_sweep or found.key in _NEVER_IGNORED),
     ]
     refuse([*dict.fromkeys(problems)])
-    for name in {found.key for found in unread} & {setting.name for setting in fields(config)}:
-        setattr(config, name, default_of(config, name))
-    return unread
+    names = {found.key for found in unread} & {setting.name for setting in fields(config)}
+    defaults: dict[str, Any] = {name: default_of(config, name) for name in names}
+    return Checked(replace(config, **defaults), unread)
 
 
 def check_plan(config: PlanConfig) -> None:

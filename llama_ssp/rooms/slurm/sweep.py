@@ -124,7 +124,7 @@ def _plan(point: Point, settings: SlurmConfig) -> _Job:
             f"hardware={machine.name}"
         )
     world_size = settings.nodes * ranks_per_node
-    unread = checks.check(run, point.explicit, world_size=world_size, of_sweep=True)
+    run, unread = checks.check(run, point.explicit, world_size=world_size, of_sweep=True)
     for found in unread:
         complain(f"warning: {point.name}: {found}")
     point = point.without({found.key for found in unread})

@@ -127,8 +127,7 @@ def check_here(point: Point, ranks: Ranks) -> None:
     same: each reads the files, and plans only for a machine that the config names, not with the memory of its own node.
     Of other ranks, rank 0 does both.
     """
-    run = point.run
-    checks.check(run, point.explicit, world_size=ranks.size, of_sweep=True)
+    run, _ = checks.check(point.run, point.explicit, world_size=ranks.size, of_sweep=True)
     by_srun = launcher_of(os.environ) == "srun"
     if (ranks.rank > 0 and not by_srun) or run.dry_run or not task_of(run).needs_models:
         return

@@ -228,9 +228,10 @@ def _check(point: Point, ranks: Ranks, *, of_sweep: bool, warns: bool) -> tuple[
     run = replace(point.run, run_dir=str(point.run_dir), place=point.place) if of_sweep else point.run
     if not run.reads_files:
         run = dry_run.with_sizes(run)
-    for unread in checks.check(run, point.explicit, world_size=ranks.size, of_sweep=of_sweep):
-        if ranks.rank == 0 and (warns or run.dry_run):
-            complain(f"warning: at {point.place.name}, {unread}")
+    run, unread = checks.check(run, point.explicit, world_size=ranks.size, of_sweep=of_sweep)
+    if ranks.rank == 0 and (warns or run.dry_run):
+        for found in unread:
+            complain(f"warning: at {point.place.name}, {found}")
     if run.dry_run:
         if ranks.rank == 0:
             with until_unread(sys.stdout):

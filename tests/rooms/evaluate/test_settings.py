@@ -133,8 +133,9 @@ SWEPT = ("num_samples=20", "prompt=import", "task.near_tie=0.01")
 def test_at_a_point_of_a_sweep_what_its_suite_cannot_use_is_a_warning(
     suite: str, unread: list[str], left: tuple[int, str | None]
 ) -> None:
-    config, explicit = compose_run(EVALUATE, f"task.suite={suite}", *SWEPT)
-    found = checks.check(config, explicit, world_size=1, of_sweep=True)
+    composed, explicit = compose_run(EVALUATE, f"task.suite={suite}", *SWEPT)
+    config, found = checks.check(composed, explicit, world_size=1, of_sweep=True)
+    assert (composed.num_samples, composed.prompt) == (20, "import"), "what was composed stays"
     assert {each.key for each in found} == set(unread)
     assert any(str(each).startswith(f"{unread[0]} has no effect on suite={suite}") for each in found)
     assert (config.num_samples, config.prompt) == left

@@ -91,8 +91,7 @@ def tasks(call: list[str]) -> list[list[str]]:
 def composed(job: list[str]) -> RunConfig:
     """What run.py makes of the settings in a job's command, checked."""
     config, explicit = compose_run(*job[job.index("--") + 1 :])
-    checks.check(config, explicit, world_size=1)
-    return config
+    return checks.check(config, explicit, world_size=1).config
 
 
 def options(job: list[str]) -> dict[str, str]:
