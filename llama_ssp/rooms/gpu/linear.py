@@ -19,8 +19,10 @@ _MEASURED = ("H200",)
 """Parts of the names of GPUs whose products in 16 bits were timed next to cuBLAS; see `docs/findings/gpus.md`."""
 _SLOWER = {(10240, 5120), (49152, 576)}
 """Outputs and inputs of the only ones of 105 matrices for which cuBLAS was faster by more than 2 % at up to 5 rows."""
-_NARROW, _MOST_ROWS = 4096, (8, 16)
-"""The most outputs of a narrow matrix; and the most rows at which ours were faster, in general and for narrow ones."""
+_NARROW = 4096
+"""The most outputs of a narrow matrix."""
+_MOST_ROWS, _MOST_ROWS_NARROW = 8, 16
+"""The most rows at which our kernel was faster than cuBLAS, in general and for narrow matrices."""
 HALVES = (torch.float16, torch.bfloat16)
 
 
@@ -48,7 +50,7 @@ def find_halves(weight_OI: Tensor, **_how: Any) -> Kernel | None:
     if shape in _SLOWER or not any(part in name for part in _MEASURED):
         return None
     product = _halves_of(weight_OI.dtype)
-    most_rows = _MOST_ROWS[shape[0] <= _NARROW]
+    most_rows = _MOST_ROWS_NARROW if shape[0] <= _NARROW else _MOST_ROWS
     return partial(HalvesLinear, few_rows=product, most_rows=most_rows) if product else None
 
 

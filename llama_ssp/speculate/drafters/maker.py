@@ -109,5 +109,6 @@ def _receiver(config: RunConfig, mesh: Mesh, *, vocab_size: int, device: torch.d
         return None
     # A GPU's messages have one size; on CPUs the draft counts what is left.
     num_left = sampling.top_k or 0 if device.type == "cuda" and config.speculation.overlap else 0
-    num_left *= 2 * num_left < vocab_size
+    if 2 * num_left >= vocab_size:
+        num_left = 0
     return ProbsReceiver(layout.verify_rank, vocab_size, truncates=sampling.truncates, num_left=num_left)

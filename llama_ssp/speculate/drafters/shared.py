@@ -213,7 +213,8 @@ class AheadDrafter(BroadcastDrafter):
         width = 0
         if self._comm.rank == self._src:
             width = int((draft.drawn_law > 0).sum(-1).amax())
-            width *= 2 * width < receiver.vocab_size
+            if 2 * width >= receiver.vocab_size:
+                width = 0
         message = torch.cat([draft.ids_BK.flatten(), draft.ids_BK.new_full((1,), width)])
         message = self._comm.broadcast(message, src=self._src)
         return message[:-1].view_as(draft.ids_BK), int(message[-1])
