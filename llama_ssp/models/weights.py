@@ -61,6 +61,7 @@ class Loading:
 
     Attributes:
         origin: of the values.
+        label: of the model, for the log.
         device: of weights and cache.
         devices: of a target: this rank's, and the GPUs of its node that no rank uses; else empty.
         comm: the ranks that share the model, or its layers of a stage.
@@ -76,6 +77,7 @@ class Loading:
 
     origin: WeightSource
     _: KW_ONLY
+    label: str = ""
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     devices: tuple[torch.device, ...] = ()
     comm: Comm = field(default_factory=Comm.single)

@@ -17,7 +17,7 @@ from llama_ssp.models.cache import Taps
 from llama_ssp.models.runner import NullRunner, Runner
 from llama_ssp.models.weights import Loading
 from llama_ssp.planning.spec import draws_over_shards
-from llama_ssp.ranks.comms import Mesh, build_mesh
+from llama_ssp.ranks.comms import Comm, Mesh, build_mesh
 from llama_ssp.ranks.failures import raise_on_all_ranks
 from llama_ssp.ranks.stages import ModelStage
 from llama_ssp.ranks.world import World, has_own_threads, on_all_cores, on_free_cores
@@ -158,9 +158,9 @@ def load_models(
     with raise_on_all_ranks(world.comm), on_free_cores(world):
         vocab_size, context = target_source.origin.shape.vocab_size, target_source.origin.context
         target: Runner = NullRunner(device=world.device, vocab_size=vocab_size, max_position_embeddings=context)
-        if made := _made_from(mesh, config, target_source, None).get("target"):
+        if made := _made_from(mesh, config, target_source, None, device=world.device).get("target"):
             load = imported(backend.load, setting=BACKENDS.setting)
-            target = _loaded("target", made, load, world, progress, devices=world.free_devices)
+            target = _loaded("target", replace(made, devices=world.free_devices), load, progress)
     target.agree(mesh.replica)
     alone = Models(
         target=target, draft=None, drafts=False, mesh=mesh, reuse=Reuse(are_invariant=False, from_states=False),
@@ -211,15 +211,15 @@ def with_draft(
         asked = f"draft.kind={config.draft.kind}" if drafter_of(config.draft).prepare else vocabulary.asked
         read = imported(prepare, setting=asked) if prepare else None
         prepared = read(config.draft, *tokenizers) if read else None
-        made, draft = _made_from(mesh, config, *(sources[0] if sources else None, source)), None
+        of_target = sources[0] if sources else None
+        made, draft = _made_from(mesh, config, of_target, source, device=world.device), None
         if made.keys() & {"prepared", "draft"}:
             from llama_ssp.models.loading import load_model  # noqa: PLC0415 - slow import, see above
         if "prepared" in made:
-            prepared = _loaded("draft", made["prepared"], load_model, world, progress)
+            prepared = _loaded("draft", made["prepared"], load_model, progress)
         if "draft" in made:
             shares = _share(mesh.layout) and not backend_of(config.placement.target.kind).by_library
-            shared = target if shares else None
-            draft = _loaded("draft", made["draft"], load_model, world, progress, target=shared)
+            draft = _loaded("draft", replace(made["draft"], target=target if shares else None), load_model, progress)
     if draft and mesh.draft:
         draft.agree(mesh.draft)
     mesh.set_timeout(config.timeouts.decode_s)
@@ -230,37 +230,44 @@ def with_draft(
     )  # fmt: skip
 
 
-Made = tuple[Source, dict[str, Any]]
-"""A source of weights, and fields of `Loading`."""
-
-
-def _made_from(mesh: Mesh, config: RunConfig, target: Source | None, draft: Source | None) -> dict[str, Made]:
+def _made_from(
+    mesh: Mesh, config: RunConfig, target: Source | None, draft: Source | None, *, device: torch.device
+) -> dict[str, Loading]:
     """List what this rank makes of the weights of each model, by field of `Models`.
 
     Loads and updates follow this list, so that whatever is made from weights is renewed with them.
     """
-    found = dict[str, Made]()
+    make, found = partial(_loading, device=device), dict[str, Loading]()
     if target and mesh.target:
-        how = {"comm": mesh.target, "reproducible": config.reproducible}
-        found["target"] = target, {**how, "stage": _stage_of(mesh, config, target)}
+        how = make(target, comm=mesh.target, reproducible=config.reproducible)
+        found["target"] = replace(how, stage=_stage_of(mesh, config, target))
         if copied := copy_of_target(target, config):
-            inner = ModelStage(number=1, num_stages=3, layers=range(copied[1]))  # without tables
-            found["prepared"] = copied[0], {**how, "stage": inner}
+            source, num_layers = copied
+            inner = ModelStage(number=1, num_stages=3, layers=range(num_layers))  # without tables
+            how = make(source, comm=mesh.target, reproducible=config.reproducible)
+            found["prepared"] = replace(how, stage=inner)
     if draft and mesh.draft:
         # Heads have products outside of the decoder's layers.
         is_ordered = config.reproducible and not draft.origin.shape.is_head
-        found["draft"] = draft, {"comm": mesh.draft, "whole": DRAFT_WHOLE, "reproducible": is_ordered}
+        found["draft"] = replace(make(draft, comm=mesh.draft, reproducible=is_ordered), whole=DRAFT_WHOLE)
     return found
 
 
-def _loaded(
-    part: str, made: Made, load: Callable[[Loading], Runner], world: World, progress: Progress | None, **more: Any
-) -> Runner:
-    source, how = made
-    report = partial(progress, part) if progress else None
-    more |= {"device": world.device, "dtype": source.dtype, "precision": source.precision, "progress": report}
-    runner = load(Loading(source.origin, **how, **more))
-    _log.info("loaded %s %s", part, source.entry.label)
+def _loading(source: Source, *, device: torch.device, comm: Comm, reproducible: bool) -> Loading:
+    return Loading(
+        source.origin,
+        label=source.entry.label,
+        device=device,
+        comm=comm,
+        dtype=source.dtype,
+        precision=source.precision,
+        reproducible=reproducible,
+    )
+
+
+def _loaded(part: str, how: Loading, load: Callable[[Loading], Runner], progress: Progress | None) -> Runner:
+    runner = load(replace(how, progress=partial(progress, part) if progress else None))
+    _log.info("loaded %s %s", part, how.label)
     return runner
 
 
@@ -277,9 +284,9 @@ def update_models(
     models.target.forget()
     mesh.set_timeout(config.timeouts.load_s)
     with raise_on_all_ranks(world.comm):
-        for part, (source, how) in _made_from(mesh, config, *sources).items():
-            shared = {"target": made["target"]} if part == "draft" and _share(mesh.layout) else {}
-            made[part] = _updated(made[part], source, device=world.device, **how, **shared)
+        for part, how in _made_from(mesh, config, *sources, device=world.device).items():
+            target = made["target"] if part == "draft" and _share(mesh.layout) else None
+            made[part] = _updated(made[part], replace(how, target=target))
     is_kept = all(part is before for part, before in zip(made.values(), vars(models).values(), strict=True))
     models, draft_source = Models(**made), sources[1]
     models.target.agree(mesh.replica)
@@ -312,11 +319,10 @@ def _stage_of(mesh: Mesh, config: RunConfig, source: Source) -> ModelStage:
     )
 
 
-def _updated(runner: Any, source: Source, **how: Any) -> Runner:  # noqa: ANN401 - with a dtype; fields of `Loading`
+def _updated(runner: Any, how: Loading) -> Runner:  # noqa: ANN401 - one with a dtype
     from llama_ssp.models.loading import load_model  # noqa: PLC0415 - transformers' models take seconds to import
 
-    how |= {"dtype": runner.dtype, "precision": source.precision, "into": InPlace(runner)}
-    return load_model(Loading(source.origin, **how))
+    return load_model(replace(how, dtype=runner.dtype, into=InPlace(runner)))
 
 
 def _make_mesh(config: RunConfig, layout: Layout, world: World) -> Mesh:
