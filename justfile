@@ -39,7 +39,7 @@ gpu-stub *arguments:
 
 # GPU kernels in every variant, compiled ahead of time with the Triton that .ci/run installs
 triton *arguments:
-    PYTHONPATH="{{justfile_directory()}}/.venv/triton" "{{bin}}/python" -m pytest --slow -m triton tests/rooms/gpu {{arguments}}
+    PYTHONPATH="{{justfile_directory()}}/.venv/triton" "{{bin}}/python" -m pytest --slow -m triton tests/extensions/gpu {{arguments}}
 
 # everything that a commit must pass, the tests apart
 check:

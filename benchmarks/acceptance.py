@@ -21,7 +21,7 @@ from torch import Tensor
 from benchmarks.decoding import default_prompts
 from benchmarks.measured import markdown, page_of, show
 from llama_ssp import Pair, load
-from llama_ssp.rooms.copies.records import NgramConfig
+from llama_ssp.extensions.copies.records import NgramConfig
 from llama_ssp.run.decoders import build_decoder
 from llama_ssp.run.requests import encode
 from llama_ssp.settings.schema import SamplingConfig, SpeculationConfig, VerificationConfig

@@ -31,7 +31,7 @@ from benchmarks.llama_cpp import write as write_gguf
 from benchmarks.measured import markdown, page_of, show
 from benchmarks.peer_process import PeerProcess
 from llama_ssp import Pair, catalogue, load
-from llama_ssp.rooms.benchmark.benchmark import Ours, Peers, cut
+from llama_ssp.extensions.benchmark.benchmark import Ours, Peers, cut
 from llama_ssp.run.calibration import interleave, median_ratio
 from llama_ssp.run.requests import encode
 from llama_ssp.settings.schema import SamplingConfig, SpeculationConfig

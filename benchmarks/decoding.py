@@ -33,7 +33,7 @@ from llama_ssp.speculate.engine.loop import Decoder
 from llama_ssp.speculate.engine.state import Request
 
 if TYPE_CHECKING:
-    from llama_ssp.rooms.benchmark.benchmark import Ours, Peers
+    from llama_ssp.extensions.benchmark.benchmark import Ours, Peers
 
 AGREEMENT, CPU = 0.8, torch.device("cpu")
 TEXT = '''\
@@ -76,7 +76,7 @@ def config_of(
     target: str, draft: str | None, *, dtype: Dtype, device: torch.device, quantization: str = "none"
 ) -> RunConfig:
     """The run of a synthetic target, and of its draft, on a device; `quantization` is the target's."""
-    from llama_ssp.rooms.synthetic.records import NAME, SyntheticConfig  # noqa: PLC0415 - of a room
+    from llama_ssp.extensions.synthetic.records import NAME, SyntheticConfig  # noqa: PLC0415 - of an extension
 
     return run_config(
         replace(catalogue.load(target), dtype=dtype, quantization=quantization),
@@ -108,7 +108,7 @@ def ours(
     pair: Pair, config: RunConfig, prompts: Sequence[tuple[int, ...]], *, num_new_tokens: int, speculative: bool
 ) -> "Ours":
     """A candidate of the program's own, whose costs are measured if it chooses K."""
-    from llama_ssp.rooms.benchmark.benchmark import Ours  # noqa: PLC0415 - of a room
+    from llama_ssp.extensions.benchmark.benchmark import Ours  # noqa: PLC0415 - of an extension
 
     decoder = build_decoder(pair.models, config, speculative=speculative)
     wanted = [Request(index=0, prompt_ids=ids, max_new_tokens=num_new_tokens) for ids in prompts]
@@ -119,7 +119,7 @@ def ours(
 
 def peers_of(folders: Iterable[Path], dtype: torch.dtype, device: torch.device = CPU) -> "Peers":
     """A target and its draft in transformers."""
-    from llama_ssp.rooms.benchmark.benchmark import Peers, load_peer  # noqa: PLC0415 - of a room
+    from llama_ssp.extensions.benchmark.benchmark import Peers, load_peer  # noqa: PLC0415 - of an extension
 
     target, draft = (load_peer(folder, dtype=dtype, device=device) for folder in folders)
     return Peers(target=target, draft=draft)

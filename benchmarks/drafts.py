@@ -27,11 +27,11 @@ from benchmarks.decoding import ours, peers_of
 from benchmarks.measured import Goal, markdown, page_of, show, table_of_goals
 from llama_ssp import Pair, catalogue, load
 from llama_ssp.catalogue import Dtype
+from llama_ssp.extensions.benchmark.benchmark import Ours, Peers
+from llama_ssp.extensions.copies.records import NGRAM as LOOK_UP
+from llama_ssp.extensions.copies.records import NgramConfig
 from llama_ssp.machines.machine import detect_hardware, keep_speeds, known_speeds
 from llama_ssp.planning.timing import Timing
-from llama_ssp.rooms.benchmark.benchmark import Ours, Peers
-from llama_ssp.rooms.copies.records import NGRAM as LOOK_UP
-from llama_ssp.rooms.copies.records import NgramConfig
 from llama_ssp.run.calibration import cpu_speeds, interleave, median_ratio
 from llama_ssp.run.requests import encode
 from llama_ssp.run.tasks.dry_run import plan_of_run

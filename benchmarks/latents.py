@@ -16,9 +16,9 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from benchmarks.measured import Goal, store, table_of_goals
+from llama_ssp.extensions.modules.latents import use_latents
+from llama_ssp.extensions.modules.runner import ModuleRunner
 from llama_ssp.ranks.comms import Comm
-from llama_ssp.rooms.modules.latents import use_latents
-from llama_ssp.rooms.modules.runner import ModuleRunner
 from llama_ssp.run.calibration import interleave, median_ratio
 
 _SHORT, _LONG, _AT_MOST = 100, 1800, 2.5

@@ -23,10 +23,10 @@ from benchmarks.readme import peers_text, round_text
 from llama_ssp import catalogue, load
 from llama_ssp.architectures.family import inventory
 from llama_ssp.catalogue import Dtype, ModelConfig
+from llama_ssp.extensions.benchmark.benchmark import Ours
 from llama_ssp.planning.model import planned_model
 from llama_ssp.planning.weights import step_bytes
 from llama_ssp.reports.provenance import processor, versions
-from llama_ssp.rooms.benchmark.benchmark import Ours
 from llama_ssp.run.calibration import copy_bytes_per_s, interleave, seconds_per_call
 from llama_ssp.run.decoders import build_decoder
 from llama_ssp.run.requests import encode
@@ -67,7 +67,7 @@ def forwards_alone_s(decoder: Decoder, *, contexts: Sequence[int]) -> tuple[floa
     state.tokens_BS.fill_(1)
     state.uniforms_BMN.fill_(0.5)
     reads = (round_.target, round_.verifier, round_.last_and_drafted_W)
-    from llama_ssp.rooms.cpu.tracing import Traced  # noqa: PLC0415 - of a room
+    from llama_ssp.extensions.cpu.tracing import Traced  # noqa: PLC0415 - of an extension
 
     def scored(*tensors: Tensor) -> Tensor:
         scores = round_.score(BatchState(*tensors), num_drafted=num_draft_tokens, bucket=bucket)

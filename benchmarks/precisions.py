@@ -24,7 +24,7 @@ from llama_ssp.reports.provenance import processor
 from llama_ssp.run.calibration import interleave
 
 if TYPE_CHECKING:
-    from llama_ssp.rooms.benchmark.benchmark import Ours
+    from llama_ssp.extensions.benchmark.benchmark import Ours
 
 TARGET, DRAFT, NUM_DRAFT_TOKENS = "tiny", "tiny-draft", 4
 PROMPT_TOKENS, NEW_TOKENS = 32, 40

@@ -22,7 +22,7 @@ import yaml
 from llama_ssp.errors import ConfigError, unknown_name
 from llama_ssp.fields import required, setting
 from llama_ssp.groups import whole
-from llama_ssp.manifest import FOLDER, conf_of_rooms
+from llama_ssp.manifest import FOLDER, conf_of_extensions
 from llama_ssp.storage.formats import CACHES, NO_QUANTIZATION, OWN_DTYPE, format_of, problem_of
 from llama_ssp.storage.stored import StoredFormat
 from llama_ssp.untyped import Parsed
@@ -262,7 +262,7 @@ def own_folders() -> list[Path]:
 
 def folders() -> list[Path]:
     """Return all folders that exist, the first to be searched first; the package's own is the last."""
-    return [*own_folders(), *filter(_is_dir, conf_of_rooms()), conf_dir()]
+    return [*own_folders(), *filter(_is_dir, conf_of_extensions()), conf_dir()]
 
 
 def names(group: str) -> list[str]:
@@ -272,7 +272,7 @@ def names(group: str) -> list[str]:
 
 def find(group: str, name: str) -> Path | None:
     """Return the file of an option; None if no folder has it."""
-    for folder in (*_given, user_dir(), *conf_of_rooms(), conf_dir()):
+    for folder in (*_given, user_dir(), *conf_of_extensions(), conf_dir()):
         file = os.path.join(folder, group, f"{name}.yaml")  # noqa: PTH118 - a plan asks for hundreds of names
         if os.path.isfile(file):  # noqa: PTH113 - as in `_is_file`
             return Path(file)

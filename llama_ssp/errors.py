@@ -134,7 +134,7 @@ def _contains(name: str, wanted: str) -> bool:
 def unknown_name(kind: str, given: str, known: Iterable[str]) -> str:
     """Report an unknown name of a kind such as "model", the known names, and a similar one; without a full stop.
 
-    The name of a room that is missing here is said to be one.
+    The name of an extension that is missing here is said to be one.
     """
     if sentence := absent(kind, given):
         return sentence

@@ -1,4 +1,4 @@
-"""Settings that rooms add to the groups of the core, such as `timeouts`."""
+"""Settings that extensions add to the groups of the core, such as `timeouts`."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
@@ -15,7 +15,7 @@ Range = tuple[str, Callable[[Any], bool], str]
 
 @dataclass(frozen=True, kw_only=True)
 class MoreSettings:
-    """Settings of a room in a group of the core, or of a plan: `config` is a dataclass derived from the group's.
+    """Settings of an extension in a group of the core, or of a plan: `config` is a dataclass derived from the group's.
 
     Attributes:
         after: the setting of the group that these follow in help; empty for its last one.
@@ -47,7 +47,7 @@ MORE: Registry[MoreSettings] = Registry(setting="group", kind=MoreSettings)
 
 @cache
 def whole(group: type) -> type:
-    """A dataclass of settings, with the settings that rooms add to it."""
+    """A dataclass of settings, with the settings that extensions add to it."""
     more = [record for record in MORE.all().values() if group in record.config.__bases__]
     if not more:
         return group
@@ -62,7 +62,7 @@ def whole(group: type) -> type:
 
 
 def ranges() -> list[Range]:
-    """The conditions on the numbers of settings that rooms add."""
+    """The conditions on the numbers of settings that extensions add."""
     return [*chain.from_iterable(map(attrgetter("ranges"), MORE.all().values()))]
 
 

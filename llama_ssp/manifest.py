@@ -1,13 +1,13 @@
-"""The manifest: the name of every room of the package, and the words that ask for it.
+"""The manifest: the name of every extension of the package, and the words that ask for it.
 
-A request for a room that was taken out of this installation gets a sentence with its name.
+A request for an extension that was taken out of this installation gets a sentence with its name.
 """
 
 from functools import cache
 from pathlib import Path
 from pkgutil import iter_modules
 
-ROOMS: dict[str, tuple[str, ...]] = {
+EXTENSIONS: dict[str, tuple[str, ...]] = {
     "accelerate": ("placement=accelerate", "placement.target.kind=accelerate"),
     "acceptance": ("task=acceptance", "setting=trace"),
     "adapters": ("setting=adapter", "file=adapter_config.json"),
@@ -66,42 +66,45 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "tokenizers": ("setting=draft.tokenizer", "tokenizer=own"),
     "windows": ("setting=draft.window", "setting=draft.sinks"),
 }
-"""Requests for a room: kind and name, as `unknown_name` is given them; a field is one of a line of prompts.
+"""Requests for an extension: kind and name, as `unknown_name` is given them; a field is one of a line of prompts.
 
 `*` stands for every name.
 """
 NEEDS = {"accelerate": "modules", "deepspeed": "modules", "heads.library": "modules"}
-"""Rooms, or modules of rooms, that import another room: they go with it."""
-FOLDER = Path(__file__).parent / "rooms"
+"""Extensions, or modules of extensions, that import another extension: they go with it."""
+FOLDER = Path(__file__).parent / "extensions"
 
 
 @cache
 def present() -> tuple[str, ...]:
-    """The names of the rooms of this installation, sorted."""
+    """The names of the extensions of this installation, sorted."""
     found = [each.name for each in iter_modules([str(FOLDER)])]
     return tuple(name for name in found if NEEDS.get(name, name) in found)
 
 
-def records_of_rooms() -> tuple[str, ...]:
-    """The modules with the records of the rooms of this installation."""
-    return tuple(f"llama_ssp.rooms.{name}.records" for name in present())
+def records_of_extensions() -> tuple[str, ...]:
+    """The modules with the records of the extensions of this installation."""
+    return tuple(f"llama_ssp.extensions.{name}.records" for name in present())
 
 
-def conf_of_rooms() -> tuple[Path, ...]:
-    """The folders with the options of the rooms of this installation."""
+def conf_of_extensions() -> tuple[Path, ...]:
+    """The folders with the options of the extensions of this installation."""
     return _conf_of(present())
 
 
 @cache
-def _conf_of(rooms: tuple[str, ...]) -> tuple[Path, ...]:
-    return tuple(folder for name in rooms if (folder := FOLDER / name / "conf").is_dir())
+def _conf_of(extensions: tuple[str, ...]) -> tuple[Path, ...]:
+    return tuple(folder for name in extensions if (folder := FOLDER / name / "conf").is_dir())
 
 
 def absent(kind: str, name: str) -> str | None:
-    """The sentence for a name that a missing room has; None if no missing room has it."""
-    for room, asked in ROOMS.items():
-        if room not in present() and not {f"{kind}={name}", f"{kind}=*"}.isdisjoint(asked):
-            needed = NEEDS.get(room, room)
-            missing = room if needed in present() else needed
-            return f"{kind}={name} needs llama_ssp/rooms/{missing}, which this installation lacks: install it whole"
+    """The sentence for a name that a missing extension has; None if no missing extension has it."""
+    for extension, asked in EXTENSIONS.items():
+        if extension not in present() and not {f"{kind}={name}", f"{kind}=*"}.isdisjoint(asked):
+            needed = NEEDS.get(extension, extension)
+            missing = extension if needed in present() else needed
+            return (
+                f"{kind}={name} needs the {missing} extension, which was removed from this installation: reinstall "
+                "llama-ssp"
+            )
     return None

@@ -1,4 +1,4 @@
-"""Operators of a device, by a room or a plugin, in place of torch's version, which is the reference.
+"""Operators of a device, by an extension or a plugin, in place of torch's version, which is the reference.
 
 Code that builds a model or a decoder asks once for an operation on its device, with all that decides the case, and
 keeps the answer: None where torch's version is to run. `make` says so itself, by the number format, the sizes, the

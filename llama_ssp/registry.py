@@ -1,4 +1,4 @@
-"""Registries of records by name: the core's, the rooms', and records that plugins `register`.
+"""Registries of records by name: the core's, the extensions', and records that plugins `register`.
 
 Records name code as `module:function` where it needs torch, so that they import nothing slow.
 """
@@ -26,12 +26,12 @@ class Registry(Generic[Record]):
     """The records of one kind; error messages begin with their `setting`.
 
     The values of a `kind` are records too: in `modules`, in the modules of packages among them, and in `records` of
-    every room. They are read when a record is first asked for; records that plugins register take their place.
+    every extension. They are read when a record is first asked for; records that plugins register take their place.
     """
 
     def __init__(self, *, setting: str, modules: tuple[str, ...] = (), kind: type[Record] | None = None) -> None:
         self.setting, self._kind = setting, kind
-        self._unread = (*modules, *manifest.records_of_rooms()) if kind else ()
+        self._unread = (*modules, *manifest.records_of_extensions()) if kind else ()
         self.records: dict[str, Record] = {}
         self._sorted: dict[str, Record] = {}
 
@@ -62,7 +62,7 @@ class Registry(Generic[Record]):
         return self.records[name]
 
     def problem_of(self, name: str, *, key: str | None = None) -> str | None:
-        """An error sentence if no record has this name: of its room, or of `key`, by default the setting."""
+        """An error sentence if no record has this name: of its extension, or of `key`, by default the setting."""
         if self._unread:
             self._read()
         if name in self.records:

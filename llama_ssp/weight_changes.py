@@ -1,4 +1,4 @@
-"""Changes of a model's weights while they are read, from files of their own, which rooms and plugins add."""
+"""Changes of a model's weights while they are read, from files of their own, which extensions and plugins add."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -22,7 +22,7 @@ from xdist.scheduler import LoadScopeScheduling
 
 from llama_ssp import catalogue
 from llama_ssp.ranks.process import signals_kept
-from tests.helpers import rooms
+from tests.helpers import extensions
 from tests.helpers.own_conf import OwnConf, writer
 
 # Read when the libraries are first imported, and inherited by the processes that tests start.
@@ -40,17 +40,17 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 MOST_WORKERS = 8
 """Each of them imports torch, which takes about 0.6 GB."""
-JOBS, OF_ROOMS = ("tests/distributed/", "tests/stub_gpu/"), "/test_distributed.py"
+JOBS, OF_EXTENSIONS = ("tests/distributed/", "tests/stub_gpu/"), "/test_distributed.py"
 """Tests that start several ranks: one worker runs them one after the other, so that their time limits hold."""
 UNTIMED = (
     "tests/distributed/test_placement.py",
-    *(f"tests/rooms/{name}/test_distributed.py" for name in ("accelerate", "deepspeed")),
+    *(f"tests/extensions/{name}/test_distributed.py" for name in ("accelerate", "deepspeed")),
 )
 """Those that share groups of ranks and have no time limits: another worker may run them at the same time."""
 _OF_UNIT = ("api", "models", "repository", "run", "settings", "weights")
-FILES = ("tests/rooms/", *(f"tests/unit/{folder}/" for folder in _OF_UNIT))
+FILES = ("tests/extensions/", *(f"tests/unit/{folder}/" for folder in _OF_UNIT))
 """Tests of one file share what they have parsed or made; all others, one by one, fill up the workers in the end."""
-COMPILED = "tests/rooms/gpu/test_kernels.py"
+COMPILED = "tests/extensions/gpu/test_kernels.py"
 """Its tests take almost all of the time of .ci/run's step of Triton, and share hardly a kernel."""
 
 
@@ -60,7 +60,7 @@ class JobsOnOneWorker(LoadScopeScheduling):  # type: ignore[misc] # xdist is unt
     def _split_scope(self, nodeid: str) -> str:
         if nodeid.startswith(UNTIMED):
             return UNTIMED[0]
-        if nodeid.startswith(JOBS) or OF_ROOMS in nodeid:
+        if nodeid.startswith(JOBS) or OF_EXTENSIONS in nodeid:
             return JOBS[0]
         is_of_file = nodeid.startswith(FILES) and not nodeid.startswith(COMPILED)
         return nodeid.partition("::")[0] if is_of_file else nodeid
@@ -179,10 +179,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Skip a test that asked for a room which this installation lacks, and was told so."""
+    """Skip a test that asked for an extension which this installation lacks, and was told so."""
     report = yield
-    if report.failed and (room := rooms.missing_in(report.longreprtext)):
-        report.outcome, report.longrepr = "skipped", (str(item.path), 0, f"needs {room}")
+    if report.failed and (extension := extensions.missing_in(report.longreprtext)):
+        report.outcome, report.longrepr = "skipped", (str(item.path), 0, f"needs {extension}")
     return report
 
 
@@ -190,10 +190,10 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 def pytest_make_collect_report(
     collector: pytest.Collector,
 ) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
-    """Skip a file that imports a room which this installation lacks."""
+    """Skip a file that imports an extension which this installation lacks."""
     report = yield
-    if report.failed and (room := rooms.missing_in(report.longreprtext)):
-        report.outcome, report.longrepr = "skipped", (str(collector.path), 0, f"needs {room}")
+    if report.failed and (extension := extensions.missing_in(report.longreprtext)):
+        report.outcome, report.longrepr = "skipped", (str(collector.path), 0, f"needs {extension}")
     return report
 
 

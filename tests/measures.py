@@ -1,10 +1,10 @@
-"""Measures how much of the package its core is, and how much the core says of rooms.
+"""Measures how much of the package its core is, and how much the core says of extensions.
 
     python -m tests.measures
 
-Prints a table: lines of Python with and without rooms, references to rooms outside them, attributes that are set on
-objects from outside their classes, and exceptions from the formatter and the linter. A second table has abilities that
-are no rooms: lines without rooms that name them, and files with such lines.
+Prints a table: lines of Python with and without extensions, references to extensions outside them, attributes that
+are set on objects from outside their classes, and exceptions from the formatter and the linter. A second table has
+abilities that are no extensions: lines without extensions that name them, and files with such lines.
 """
 
 import ast
@@ -16,10 +16,10 @@ from llama_ssp import manifest
 from tests.helpers.repository import ROOT
 
 PACKAGE = ROOT / "llama_ssp"
-ROOMS = PACKAGE / "rooms"
+EXTENSIONS = PACKAGE / "extensions"
 OF_THE_CORE = {"int8", "acceptance", "self", "auto"}
-"""Names that rooms share with what the core speaks of: a format of numbers, the figure of a pair, a first argument, a
-device or a number format that is chosen."""
+"""Names that extensions share with what the core speaks of: a format of numbers, the figure of a pair, a first
+argument, a device or a number format that is chosen."""
 
 WOVEN = {
     "trees": r"[Tt]ree",
@@ -28,7 +28,7 @@ WOVEN = {
     "overlap": r"[Oo]verlap|[Ff]lying",
     "sums over ranks": r"own_sums|OwnSums|with_peers|[Bb]oard\b",
 }
-"""Abilities of the core, and expressions that find their names; docs/design/rooms.md says what keeps them there."""
+"""Abilities of the core, and expressions that find their names; docs/design/extensions.md says what keeps them."""
 
 
 def num_lines(files: list[Path]) -> int:
@@ -36,25 +36,25 @@ def num_lines(files: list[Path]) -> int:
     return sum(len(file.read_text().splitlines()) for file in files)
 
 
-def names_of(room: str) -> set[str]:
-    """Public names that a room's records define."""
-    files = [*(ROOMS / room).glob("records.py"), *(ROOMS / room / "records").glob("*.py")]
+def names_of(extension: str) -> set[str]:
+    """Public names that an extension's records define."""
+    files = [*(EXTENSIONS / extension).glob("records.py"), *(EXTENSIONS / extension / "records").glob("*.py")]
     nodes = [node for file in files for node in ast.parse(file.read_text()).body]
     defined = [node.name for node in nodes if isinstance(node, ast.ClassDef | ast.FunctionDef)]
     return {name for name in defined if not name.startswith("_")}
 
 
-def references(file: Path, rooms: Sequence[str]) -> Iterator[str]:
-    """Yield the places where a file's syntax tree has a name of rooms, imports from one, or says what asks for it."""
-    names = set[str]().union(*map(names_of, rooms))
+def references(file: Path, extensions: Sequence[str]) -> Iterator[str]:
+    """Yield the places where a file's syntax tree names or imports an extension, or says what asks for it."""
+    names = set[str]().union(*map(names_of, extensions))
     asked = {
         word.partition("=")[2]
-        for room in rooms
-        for word in manifest.ROOMS[room]
+        for extension in extensions
+        for word in manifest.EXTENSIONS[extension]
         if not word.startswith(("argument=", "field=", "model_type="))
     }
     asked -= OF_THE_CORE
-    modules = tuple(f"llama_ssp.rooms.{room}" for room in rooms)
+    modules = tuple(f"llama_ssp.extensions.{extension}" for extension in extensions)
     for node in ast.walk(ast.parse(file.read_text())):
         match node:
             case ast.Name(id=found) | ast.Attribute(attr=found) | ast.alias(name=found) if found in names:
@@ -103,14 +103,14 @@ def set_from_outside(trees: dict[Path, ast.Module]) -> Iterator[str]:
 def main() -> None:
     """Print the table, and what it counts where that should be nothing."""
     files = sorted(PACKAGE.rglob("*.py"))
-    core = [file for file in files if ROOMS not in file.parents or file == ROOMS / "__init__.py"]
+    core = [file for file in files if EXTENSIONS not in file.parents or file == EXTENSIONS / "__init__.py"]
     named = [found for file in core if file.name != "manifest.py" for found in references(file, manifest.present())]
     outside = [*set_from_outside({file: ast.parse(file.read_text()) for file in files})]
     text = "".join(file.read_text() for file in files)
     rows = {
         "lines of Python": num_lines(files),
-        "lines of Python without rooms": num_lines(core),
-        "references to rooms outside them": len(named),
+        "lines of Python without extensions": num_lines(core),
+        "references to extensions outside them": len(named),
         "attributes set from other files": len(outside),
         "# fmt: skip": text.count("# fmt: skip"),
         "noqa": text.count("# noqa"),

@@ -1,7 +1,7 @@
 """Finds how much noise on a model's output head makes it agree with itself to a wanted degree.
 
 What it does: lets each model of the pair write text after the default prompts of `task=compare` and `task=latency`, and
-bisects the noise of `llama_ssp.rooms.synthetic` for each level of agreement: the chance that a drafted token is
+bisects the noise of `llama_ssp.extensions.synthetic` for each level of agreement: the chance that a drafted token is
 accepted, which is the sum of the smaller of both probabilities, on average over the text. Both tasks count alike.
 A head that drafts several tokens reads its own states, so the engine drafts with it and counts what is accepted.
 What it does not do: look at another temperature.
@@ -21,13 +21,13 @@ from torch import Tensor
 from benchmarks.decoding import default_prompts, run_config
 from llama_ssp import catalogue, load
 from llama_ssp.catalogue import Dtype
+from llama_ssp.extensions.heads.sources import HeadSource
+from llama_ssp.extensions.heads.synthetic import SMALL_HEAD
+from llama_ssp.extensions.modules.building import load_modules
+from llama_ssp.extensions.synthetic.records import AGREEMENT_FILE, NAME, SyntheticConfig
+from llama_ssp.extensions.synthetic.source import SMALL_MODELS, Synthetic
 from llama_ssp.models.weights import Loading
 from llama_ssp.ranks.world import start
-from llama_ssp.rooms.heads.sources import HeadSource
-from llama_ssp.rooms.heads.synthetic import SMALL_HEAD
-from llama_ssp.rooms.modules.building import load_modules
-from llama_ssp.rooms.synthetic.records import AGREEMENT_FILE, NAME, SyntheticConfig
-from llama_ssp.rooms.synthetic.source import SMALL_MODELS, Synthetic
 from llama_ssp.run.checkpoints import find_sources
 from llama_ssp.run.decoders import build_decoder, load_models
 from llama_ssp.run.requests import encode

@@ -258,7 +258,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--scratch", type=Path, required=True, help="the target's own text, and the log")
     parser.add_argument(
-        "--out", type=Path, default=Path("llama_ssp/rooms/heads/shipped/tiny-eagle"), help="folder of the head"
+        "--out", type=Path, default=Path("llama_ssp/extensions/heads/shipped/tiny-eagle"), help="folder of the head"
     )
     parser.add_argument("--target", type=Path, default=Path("llama_ssp/shipped/tiny"), help="folder of the target")
     parser.add_argument("--text", type=Path, help="folder of text files to train on; default: Python's own sources")

@@ -29,13 +29,13 @@ from benchmarks.first_hour.step import Check, Where, main, say, skip
 from llama_ssp import Pair
 from llama_ssp.architectures.engine import FIRST_CAPABILITY_BY_LENGTH
 from llama_ssp.catalogue import Dtype
+from llama_ssp.extensions.copies.records import NGRAM, NgramConfig
+from llama_ssp.extensions.synthetic.records import SyntheticConfig
 from llama_ssp.kernels.attention_by_length import capability_of
 from llama_ssp.models.loading import load_model
 from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.models.runner import Runner
 from llama_ssp.models.weights import Loading
-from llama_ssp.rooms.copies.records import NGRAM, NgramConfig
-from llama_ssp.rooms.synthetic.records import SyntheticConfig
 from llama_ssp.settings.schema import SpeculationConfig
 from llama_ssp.speculate.engine.executors import GraphExecutor, Recorder
 from llama_ssp.speculate.engine.loop import Decoder, Decoding
@@ -89,7 +89,7 @@ def pair_of(
     """The shipped models."""
     config = config_of(TARGET, draft, dtype=dtype, device=where.device, quantization=quantization)
     if draft == HEAD:
-        config.synthetic = SyntheticConfig()  # type: ignore[attr-defined] # of a room
+        config.synthetic = SyntheticConfig()  # type: ignore[attr-defined] # of an extension
     model = replace(config.model, cache_dtype=cache_dtype)
     return load_pair(replace(config, model=model, reproducible=reproducible))
 

@@ -19,14 +19,14 @@ from torch.nn import functional
 
 from benchmarks.first_hour.step import Check, Where, main, say, skip
 from llama_ssp.architectures.engine import FIRST_CAPABILITY_BY_LENGTH
+from llama_ssp.extensions.eight_bits.linear import int8_weight_only_linear
+from llama_ssp.extensions.four_bits.linear import int4_weight_only_linear
 from llama_ssp.kernels.attention_by_length import VarlenAttention, capability_of, flash_attention
 from llama_ssp.kernels.between import rotate_write
 from llama_ssp.kernels.latents import by_torch as latents_by_torch
 from llama_ssp.kernels.latents import find_attention as find_latents
 from llama_ssp.kernels.linear import Linear, PlainLinear
 from llama_ssp.kernels.parts import Heads, KeptRows, RmsNorm, Sequences
-from llama_ssp.rooms.eight_bits.linear import int8_weight_only_linear
-from llama_ssp.rooms.four_bits.linear import int4_weight_only_linear
 from llama_ssp.settings.schema import SamplingConfig, VerificationConfig
 from llama_ssp.speculate.engine.executors import Recorder
 from llama_ssp.speculate.sampling.rules import make_rule
@@ -171,7 +171,7 @@ def _one_attention(  # noqa: PLR0917 - as they are used
 def _ours(where: Where) -> Iterable[str]:
     if not where.is_gpu:
         skip("our attention is for GPUs")
-    from llama_ssp.rooms.gpu.kernels.attention import MOST_ROWS, attend
+    from llama_ssp.extensions.gpu.kernels.attention import MOST_ROWS, attend
 
     return attention(attend, where, most_queries=MOST_ROWS)
 
@@ -230,8 +230,8 @@ def _own_products(where: Where) -> Iterable[str]:
     """Ours of 16-bit weights for up to 16 rows, also where `find_halves` leaves them to cuBLAS."""
     if not where.is_gpu:
         skip("our products of 16-bit weights are for GPUs")
-    from llama_ssp.rooms.gpu.kernels.halves import product_of_halves
-    from llama_ssp.rooms.gpu.linear import HalvesLinear  # noqa: PLC0415 - of a room
+    from llama_ssp.extensions.gpu.kernels.halves import product_of_halves
+    from llama_ssp.extensions.gpu.linear import HalvesLinear  # noqa: PLC0415 - of an extension
 
     ours = partial(HalvesLinear, few_rows=product_of_halves, most_rows=16)
     return products(where, kind=ours, bits=16, all_rows=(1, 2, 5, 8, 16))
@@ -255,7 +255,7 @@ def rotary(where: Where) -> Iterator[str]:
         wanted = torch.cat([turned, qkv[:, -num_kv:].double()], 1)
         ways = {"in order": partial(rotate_write, freqs_cis_M1P=turns, slots_M=slots)}
         if where.is_gpu:
-            from llama_ssp.rooms.gpu.kernels import between
+            from llama_ssp.extensions.gpu.kernels import between
 
             own = partial(
                 between.rotate_write, turns_SP2=torch.view_as_real(freqs_SP), positions_BT=positions.contiguous()
@@ -312,7 +312,7 @@ def _add_norm(x_ME: Tensor, added_ME: Tensor, weight_E: Tensor) -> Tensor:
     """The norm of a sum, which overwrites x, as the engine computes it on this device."""
     if not x_ME.is_cuda:
         return RmsNorm(weight_E, EPS)(x_ME.add_(added_ME))
-    from llama_ssp.rooms.gpu.kernels.between import add_norm
+    from llama_ssp.extensions.gpu.kernels.between import add_norm
 
     return add_norm(x_ME, added_ME, weight_E, EPS)
 

@@ -155,7 +155,7 @@ def turns_of(arguments: argparse.Namespace, ids: Sequence[int], *, num_tokens: i
 
     A completion of one token takes as long as the first token of a longer one. Ours would not read a prompt twice.
     """
-    from llama_ssp.rooms.benchmark.benchmark import cut  # noqa: PLC0415 - of a room
+    from llama_ssp.extensions.benchmark.benchmark import cut  # noqa: PLC0415 - of an extension
 
     kinds = [*product(range(arguments.turns + 2), arguments.temperatures, (1, arguments.max_new_tokens))]
     prompts = cut(ids, num_prompts=len(kinds), num_tokens=num_tokens)
@@ -168,7 +168,7 @@ def turns_of(arguments: argparse.Namespace, ids: Sequence[int], *, num_tokens: i
 
 def prepare(names: Sequence[str], *, agreement: float) -> dict[Path, WeightSource]:
     """Make the folders of two names of the catalogue without weights; returns them, and what `write_weights` writes."""
-    from llama_ssp.rooms.synthetic.source import synthesize  # noqa: PLC0415 - of a room
+    from llama_ssp.extensions.synthetic.source import synthesize  # noqa: PLC0415 - of an extension
 
     sources = synthesize([shape for name in names if (shape := catalogue.load(name).shape)], agreement=agreement)
     parent, found = LOGS / f"{'-'.join(names)}-{agreement:g}", dict[Path, WeightSource]()

@@ -14,7 +14,7 @@ def pages() -> dict[str, str]:
         "changelog.md": _from_root("CHANGELOG.md"),
         "contributing.md": _from_root("CONTRIBUTING.md"),
     }
-    made |= repository.pages_of_rooms()
+    made |= repository.pages_of_extensions()
     return made | {f"reference/{path}": page for path, page in repository.api_pages().items()}
 
 
@@ -30,7 +30,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         files.append(File.generated(config, path, content=page))
     lists: dict[str, list[object]] = {
         "reference/api/index.md": repository.api_navigation([path for path in made if "/api/" in path]),
-        "rooms/index.md": [path for path in made if path.startswith("rooms/") and path.endswith(".md")],
+        "extensions/index.md": [path for path in made if path.startswith("extensions/") and path.endswith(".md")],
     }
     _expand(config.nav or [], lists)
     return files

@@ -17,7 +17,7 @@ from llama_ssp.catalogue import head_of
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("llama_ssp", "launch", "conf", "benchmarks", "training", "tests", "docs")
 PACKAGE = "llama_ssp"
-ROOMS = ROOT / PACKAGE / "rooms"
+EXTENSIONS = ROOT / PACKAGE / "extensions"
 _SKIPPED = re.compile(r"/(__pycache__|shipped|results)(/|$)|/conf/hardware/this_machine")
 _SENTENCE = re.compile(r"(.+?[.!?:])(?=\s+[A-Z`(*]|\s*$)", re.DOTALL)
 
@@ -92,16 +92,19 @@ def _link(folder: PurePosixPath, name: str) -> str:
     return f"[`{name}`](api/{below})"
 
 
-def pages_of_rooms() -> dict[str, str]:
-    """Make the page that lists the rooms; returns it with those of each room, by their paths below `docs`."""
+def pages_of_extensions() -> dict[str, str]:
+    """Make the page that lists the extensions; returns it with those of each extension, by their paths below `docs`."""
     pages = {}
-    for name in manifest.ROOMS:
-        file, missing = ROOMS / name / "page.md", f"# {name}\n\nThis installation has no `llama_ssp/rooms/{name}`.\n"
-        pages[f"rooms/{name}.md"] = file.read_text(encoding="utf-8") if file.exists() else missing
-    lines = ["# Rooms", docstring(ROOMS / "__init__.py")]
-    notebooks = {f"rooms/{file.name}": file.read_text(encoding="utf-8") for file in ROOMS.glob("*/*.ipynb")}
+    for name in manifest.EXTENSIONS:
+        file, missing = (
+            EXTENSIONS / name / "page.md",
+            f"# {name}\n\nThis installation has no `llama_ssp/extensions/{name}`.\n",
+        )
+        pages[f"extensions/{name}.md"] = file.read_text(encoding="utf-8") if file.exists() else missing
+    lines = ["# Extensions", docstring(EXTENSIONS / "__init__.py")]
+    notebooks = {f"extensions/{file.name}": file.read_text(encoding="utf-8") for file in EXTENSIONS.glob("*/*.ipynb")}
     lines += [f"- [{page.splitlines()[0].lstrip('# ')}]({PurePosixPath(path).name})" for path, page in pages.items()]
-    return {"rooms/index.md": "\n\n".join(lines) + "\n", **pages, **notebooks}
+    return {"extensions/index.md": "\n\n".join(lines) + "\n", **pages, **notebooks}
 
 
 def api_pages() -> dict[str, str]:

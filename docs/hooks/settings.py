@@ -9,7 +9,7 @@ from llama_ssp.catalogue import head_of
 from llama_ssp.fields import help_of
 from llama_ssp.groups import whole
 from llama_ssp.machines.hardware import HardwareConfig
-from llama_ssp.manifest import conf_of_rooms
+from llama_ssp.manifest import conf_of_extensions
 from llama_ssp.run.commands.help import (
     DescribedSetting,
     is_schema,
@@ -46,7 +46,7 @@ def table(settings: Iterable[DescribedSetting]) -> str:
 
 def options(group: str) -> str:
     """Draw the options of a group as a table: what each file says of itself."""
-    found = [file for folder in (CONF, *conf_of_rooms()) for file in (folder / group).glob("*.yaml")]
+    found = [file for folder in (CONF, *conf_of_extensions()) for file in (folder / group).glob("*.yaml")]
     named = [file for file in sorted(found, key=lambda file: file.name) if file.stem != "this_machine"]
     rows = [f"| `{file.stem}` | {head_of(file)} |" for file in named]
     return "\n".join([f"| `{group}=` | |", "|---|---|", *rows])

@@ -37,7 +37,7 @@ _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 _AUTO = "auto"
 MORE_ARGUMENTS = "more"
-"""The parameter of a function that takes what rooms add to sampling."""
+"""The parameter of a function that takes what extensions add to sampling."""
 FROM_MODEL = "model"
 """The argument `sampling` that takes the values of the target's files."""
 _KINDS: dict[object, tuple[type, Callable[[Any], object], str]] = {
@@ -112,7 +112,7 @@ def known_arguments(function: Callable[_Arguments, _Result]) -> Callable[_Argume
 
 @cache
 def more_sampling() -> dict[str, object]:
-    """The arguments of `generate` that rooms add to sampling, with their defaults."""
+    """The arguments of `generate` that extensions add to sampling, with their defaults."""
     return {name: value for name, value in vars(whole(SamplingConfig)()).items() if name not in vars(SamplingConfig())}
 
 
@@ -124,7 +124,7 @@ def _kinds_of(function: Callable[..., object]) -> dict[str, tuple[object, ...]]:
 
 @cache
 def _all_readers() -> dict[str, Any]:
-    """Readers of arguments by their names; rooms add some."""
+    """Readers of arguments by their names; extensions add some."""
     return {name: reader for more in MORE.all().values() for name, reader in more.readers.items()} | _READERS
 
 

@@ -309,7 +309,7 @@ class Pair:
             logprobs: log-probabilities of every new token, and of this number of the most probable ones in its place
                 (`Completion.logprobs`); the target reads every text once more.
             prompt_logprobs: the same of the prompt's tokens.
-            more: what rooms add to sampling, such as `json_schema`.
+            more: what extensions add to sampling, such as `json_schema`.
 
         Raises:
             ConfigError: an argument has a wrong type or value, or a prompt does not fit into the context.

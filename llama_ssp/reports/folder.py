@@ -200,8 +200,8 @@ def _changes(old: dict[str, object], new: dict[str, object]) -> list[str]:
     old = {key: value for key, value in new.items() if value == []} | old
     tasks = filter(None, (TASKS.find(str(settings.get("task.name"))) for settings in (old, new)))
     files = [f"{entry}.{name}" for entry in ("model", "draft.model") for name in CHANGES.all()]
-    of_rooms = [name for more in MORE.all().values() for name in more.changeable]
-    changeable = [*CHANGEABLE, *of_rooms, *files, *(f"task.{name}" for task in tasks for name in task.changeable)]
+    of_extensions = [name for more in MORE.all().values() for name in more.changeable]
+    changeable = [*CHANGEABLE, *of_extensions, *files, *(f"task.{name}" for task in tasks for name in task.changeable)]
     changed = [
         key
         for key in sorted(old.keys() | new.keys())

@@ -1,6 +1,6 @@
 """Times candidates in turns on a shared machine, the bandwidth of a device, and the speeds of a CPU's products.
 
-The first run on a CPU measures its products. `task=calibrate` measures more (`rooms.calibrate`).
+The first run on a CPU measures its products. `task=calibrate` measures more (`extensions.calibrate`).
 
 On a shared machine a single time means little: candidates that are compared run in turns in every repetition. Report a
 median over repetitions, or the median of ratios within them.

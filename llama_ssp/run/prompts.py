@@ -285,8 +285,8 @@ def _content_field(where: str, content: Mapping[str, Any]) -> str:
             f"prompts_column={found[0]}"
         )
     if not found:
-        if room := next(filter(None, (absent("field", name) for name in content)), None):
-            raise ConfigError(f"{where}: {room}")
+        if extension := next(filter(None, (absent("field", name) for name in content)), None):
+            raise ConfigError(f"{where}: {extension}")
         texts = {name: len(value) for name, value in content.items() if isinstance(value, str)}
         hint = f": prompts_column={max(texts, key=texts.__getitem__)} takes that" if texts else ""
         if kind := next(filter(None, map(REQUEST_FILES.find, content)), None):

@@ -419,7 +419,7 @@ def _without_effect(config: RunConfig) -> Iterator[tuple[str, bool, str]]:
          f"with a target that {libraries} places: its operators are launched from Python"),
         ("own_sums", not is_cut, "without placement.target.kind=tensor, which cuts a target"),
         ("own_sums", config.own_sums and config.device is not schema.DeviceKind.cpu
-         and OPERATORS.find("sums on cuda") is None, "without the sums of llama_ssp/rooms/gpu"),
+         and OPERATORS.find("sums on cuda") is None, "without the sums of llama_ssp/extensions/gpu"),
         ("task.format", config.quiet, "with quiet=true, which prints tables alone; run.jsonl has the completions"),
         ("dry_run", config.dry_run and not task.needs_models, f"on task={task.name}, {task.why_no_plan}"),
         ("resume", not task.needs_models, f"on task={task.name}, which has no run folder"),

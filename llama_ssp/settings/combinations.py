@@ -111,7 +111,7 @@ CLASHES: dict[tuple[str, str], str] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Ability:
-    """An ability that a room or a plugin adds to the table.
+    """An ability that an extension or a plugin adds to the table.
 
     Attributes:
         name: in the table.

@@ -108,7 +108,7 @@ class DrafterRecord:
 
     @property
     def settings(self) -> type[Any]:
-        """Its settings, with the settings that rooms add to them."""
+        """Its settings, with the settings that extensions add to them."""
         config: Any = self.config
         return whole(config)
 
@@ -156,7 +156,7 @@ class DraftVocabulary:
 
     Attributes:
         name: of the value of the setting.
-        setting: of `ModelDraftConfig`, which a room adds; empty for the target's tokens.
+        setting: of `ModelDraftConfig`, which an extension adds; empty for the target's tokens.
         value: of the setting.
         make: `module:class` of the drafter, called with `drafters.drafter.DrafterParts`.
         check: `module:function` that raises ConfigError unless the draft can draft for the target, from the

@@ -284,11 +284,11 @@ class RunConfig:
     model: ModelConfig
     draft: DrafterConfig
     placement: PlacementConfig = field(default_factory=PlacementConfig)
-    sampling: SamplingConfig = field(default_factory=lambda: whole(SamplingConfig)())  # noqa: PLW0108 - rooms are read later
+    sampling: SamplingConfig = field(default_factory=lambda: whole(SamplingConfig)())  # noqa: PLW0108 - extensions are read later
     verification: VerificationConfig = field(default_factory=VerificationConfig)
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     weights: str = setting(CHECKPOINT.name, "{weights}")
-    timeouts: TimeoutConfig = field(default_factory=lambda: whole(TimeoutConfig)())  # noqa: PLW0108 - rooms are read later
+    timeouts: TimeoutConfig = field(default_factory=lambda: whole(TimeoutConfig)())  # noqa: PLW0108 - extensions are read later
     max_new_tokens: int = setting(64, "new tokens per completion.")
     batch_size: int = setting(1, "sequences decoded together; the draws do not depend on it.")
     spare_rows: int = setting(

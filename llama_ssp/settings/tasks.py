@@ -106,7 +106,7 @@ class RequestFile:
     """A kind of file whose lines are requests, which code of its own answers in place of the task.
 
     Attributes:
-        name: a field of its lines; where the room that reads them is missing, a line with this field names the room.
+        name: a field of its lines; a line with this field names the extension that reads it, where that is missing.
         purpose: what it is for, in the help of `prompts`.
         output: the file of the run folder with the answers.
         is_one: whether the prompts of a run are such a file.

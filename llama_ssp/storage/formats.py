@@ -1,6 +1,6 @@
 """Storage formats of linear layers, and formats of the cache: records that planner, checks and runs read.
 
-Rooms have the records of storage formats.
+Extensions have the records of storage formats.
 """
 
 import math
@@ -25,10 +25,10 @@ class Package(NamedTuple):
 
 
 class Product(NamedTuple):
-    """Weights that a compiled product of a CPU reads; a room writes one for each."""
+    """Weights that a compiled product of a CPU reads; an extension writes one for each."""
 
     kind: str  # its name.
-    codes: str  # how weights are stored, a name of its room.
+    codes: str  # how weights are stored, a name of its extension.
     needs: tuple[str, ...] = ()  # instructions of a CPU, by LLVM's names.
     group: int = 0  # the fewest inputs that share a word; 0 where all of an output do.
     scaled: int = 0  # inputs that share a scale, where a word consists of scales; else 0.

@@ -51,7 +51,7 @@ class Checkpoint:
     config: PretrainedConfig
     shape: ModelShape
     tensors: Mapping[str, ListedTensor]
-    head: HeadFile | None = None  # of a draft head, which its room joins with its target.
+    head: HeadFile | None = None  # of a draft head, which its extension joins with its target.
     context = property(attrgetter("shape.max_position_embeddings"))
 
     @property

@@ -31,7 +31,7 @@ def resolve(model: ModelConfig) -> Path:
     if model.path is not None:
         return read_path(model.path)
     if model.shipped:
-        places = Path(str(files("llama_ssp"))), *(manifest.FOLDER / room for room in manifest.present())
+        places = Path(str(files("llama_ssp"))), *(manifest.FOLDER / extension for extension in manifest.present())
         folders = [place / "shipped" / model.name for place in places]
         return next(filter(Path.is_dir, folders), folders[0])
     if model.hub_id is None:

@@ -16,7 +16,7 @@ from tests.distributed.ranks import (
     Quantized,
     Seen,
     Together,
-    need_rooms,
+    need_extensions,
     see_all,
 )
 from tests.helpers.draft_heads import make_tensors, save_original
@@ -39,13 +39,13 @@ def cases_of(session: pytest.Session, folder: Path) -> list[Case]:
     ]
     cases = {each["case"] for each in params if isinstance(each.get("case"), Cell | FromPython | Quantized | Together)}
     cases |= {case.alone for case in cases if isinstance(case, Cell)}
-    return sorted(filter(_has_rooms, cases), key=str)
+    return sorted(filter(_has_extensions, cases), key=str)
 
 
-def _has_rooms(case: Case) -> bool:
-    """Whether this installation has the rooms of a case."""
+def _has_extensions(case: Case) -> bool:
+    """Whether this installation has the extensions of a case."""
     try:
-        need_rooms(case)
+        need_extensions(case)
     except (ConfigError, pytest.skip.Exception):
         return False
     return True
@@ -87,7 +87,7 @@ def seen(asked: list[Case], pairs: Path) -> Seen:
         return see_all(num_ranks, [case for case in asked if case.num_ranks == num_ranks], pairs)
 
     def find(case: Case) -> list[Any]:
-        need_rooms(case)
+        need_extensions(case)
         return [rank[case] for rank in started(case.num_ranks)]
 
     return find

@@ -46,8 +46,8 @@ from llama_ssp.weights.checkpoint import inspect
 from llama_ssp.weights.in_memory import WeightsInMemory, weights_like
 from tests.helpers.commands import on_forks
 from tests.helpers.decoders import complete, ids_of
+from tests.helpers.extensions import copies, need
 from tests.helpers.prompts import PROMPTS
-from tests.helpers.rooms import copies, need
 from tests.helpers.shapes import SHAPES
 
 
@@ -264,8 +264,8 @@ def _negative(models: Models) -> tuple[WeightsInMemory, ...]:
     return tuple(found)
 
 
-def need_rooms(case: Case) -> None:
-    """Skip the test, or raise what names the room, where this installation lacks a room of a case."""
+def need_extensions(case: Case) -> None:
+    """Skip the test, or raise what names the extension, where this installation lacks an extension of a case."""
     if isinstance(case, Cell):
         case.config(Path())
         if case.pair == "head" or case.pair.startswith(("mtp ", ONE_PASS)):

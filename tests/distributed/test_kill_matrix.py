@@ -1,7 +1,7 @@
 """Every signal, to every rank, in every phase: the job ends soon, in one sentence, and can be resumed.
 
 Under torchrun, and as plain `srun` starts ranks, without SLURM: nobody ends the ranks there but themselves. The cells
-on a real SLURM are in tests/rooms/slurm. Jobs that lose their terminal or their torchrun agent are interrupted.
+on a real SLURM are in tests/extensions/slurm. Jobs that lose their terminal or their torchrun agent are interrupted.
 """
 
 import json

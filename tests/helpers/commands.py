@@ -27,7 +27,7 @@ Seen = TypeVar("Seen")
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 _FORKS = multiprocessing.get_context("forkserver")
 _FORKS.set_forkserver_preload(
-    ["tests.distributed.ranks", "llama_ssp.run.pipeline", "llama_ssp.rooms.reports.html", "hydra._internal.hydra"]
+    ["tests.distributed.ranks", "llama_ssp.run.pipeline", "llama_ssp.extensions.reports.html", "hydra._internal.hydra"]
 )
 
 

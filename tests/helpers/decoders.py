@@ -30,8 +30,8 @@ from llama_ssp.speculate.sampling.draft import POINT_MASS
 from llama_ssp.speculate.sampling.rules import Rule, make_rule
 from llama_ssp.speculate.sampling.shards import WHOLE, Shard
 from llama_ssp.speculate.sampling.trees import Tree, verify_tree
+from tests.helpers.extensions import PRESENT, copying
 from tests.helpers.recorded import WatchedGraphs
-from tests.helpers.rooms import PRESENT, copying
 
 
 def make_decoder(  # noqa: PLR0913

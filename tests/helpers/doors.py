@@ -14,9 +14,9 @@ from llama_ssp.settings.combinations import table
 from llama_ssp.settings.compose import compose, to_run_config
 from llama_ssp.settings.schema import RunConfig
 from tests.helpers import one_pass_heads
+from tests.helpers.extensions import need
 from tests.helpers.models import build_checkpoint
 from tests.helpers.mtp_layers import save_with_mtp
-from tests.helpers.rooms import need
 from tests.helpers.tokenizers import save_tokenizer
 
 _OVERLAP, BLOCK = "speculation.overlap=true placement=own_gpu", "model={target} draft={block}"
@@ -102,7 +102,7 @@ def patch(names: Collection[str], monkeypatch: pytest.MonkeyPatch) -> None:
         need("adaptive")
     if "a draft without trees" in names:
         need("copies")
-        record = drafters.DRAFTERS.of("ngram")  # which reads the rooms' records first
+        record = drafters.DRAFTERS.of("ngram")  # which reads the extensions' records first
         monkeypatch.setitem(drafters.DRAFTERS.records, "ngram", replace(record, has_trees=False))
     if "a library's placement" in names:
         toy = Backend(name="toy", purpose="", load="", shares=lambda *_, **__: ())

@@ -15,10 +15,10 @@ from torch.nn import functional
 
 from llama_ssp.weights.checkpoint import Checkpoint, inspect
 from tests.helpers import models
-from tests.helpers.rooms import of_heads
+from tests.helpers.extensions import of_heads
 
 if TYPE_CHECKING:
-    from llama_ssp.rooms.heads.sources import HeadSource
+    from llama_ssp.extensions.heads.sources import HeadSource
 
 SIZES = {
     "hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "intermediate_size": 320,

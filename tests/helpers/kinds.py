@@ -7,10 +7,10 @@ import torch
 
 from llama_ssp.speculate.engine.loop import Decoder
 from tests.helpers.decoders import make_decoder
+from tests.helpers.extensions import need
 from tests.helpers.lanes import first
 from tests.helpers.overlapped import overlapped_decoder
 from tests.helpers.prefix_runner import PrefixRunner
-from tests.helpers.rooms import need
 
 Make = Callable[..., Decoder]
 """Makes a decoder of K = 4, from the sharpness of its models and the options of `make_decoder`."""
@@ -25,7 +25,7 @@ def near_pair(sharpness: float = 3.0) -> tuple[PrefixRunner, PrefixRunner]:
 
 def _other_tokenizer(sharpness: float, **options: object) -> Decoder:
     need("tokenizers")
-    from tests.rooms.tokenizers.own_vocabulary import NUM_OWN_IDS, intersection_drafter
+    from tests.extensions.tokenizers.own_vocabulary import NUM_OWN_IDS, intersection_drafter
 
     draft = PrefixRunner(NUM_OWN_IDS, seed=1, sharpness=sharpness)
     return make_decoder(

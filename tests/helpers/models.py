@@ -28,7 +28,7 @@ from llama_ssp.ranks.comms import Comm
 from llama_ssp.weights.checkpoint import inspect
 from llama_ssp.weights.in_memory import weights_of
 from llama_ssp.weights.source import WeightSource
-from tests.helpers import rooms
+from tests.helpers import extensions
 from tests.helpers.fake_comm import ThreadComm, on_ranks
 
 VOCAB_SIZE = 200
@@ -205,7 +205,7 @@ def tiny_model(family: str, **changes: object) -> PreTrainedModel:
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, **library_attention(config))
     else:
-        model = rooms.module_of("modules.texts").causal_class(type(config))(config)
+        model = extensions.module_of("modules.texts").causal_class(type(config))(config)
     generator = torch.Generator().manual_seed(0)
     ties = model.all_tied_weights_keys
     for name, parameter in (dict(model.named_parameters()) | model.state_dict(keep_vars=True)).items():
@@ -253,14 +253,14 @@ def load_lean(
 
 
 def load_modules(loading: Loading) -> PreTrainedModel:
-    """A rank's slices in the modules of the library, which the room of modules fills."""
-    model: PreTrainedModel = rooms.module_of("modules.building").load_modules(loading)
+    """A rank's slices in the modules of the library, which the extension of modules fills."""
+    model: PreTrainedModel = extensions.module_of("modules.building").load_modules(loading)
     return model
 
 
-def module_runner(model: PreTrainedModel, *, comm: Comm | None = None, **how: Any) -> Any:  # noqa: ANN401 - of a room
+def module_runner(model: PreTrainedModel, *, comm: Comm | None = None, **how: Any) -> Any:  # noqa: ANN401 - of an extension
     """The runner of a model of the library, by default on one rank."""
-    return rooms.module_of("modules.runner").ModuleRunner(model, comm=comm or Comm.single(), **how)
+    return extensions.module_of("modules.runner").ModuleRunner(model, comm=comm or Comm.single(), **how)
 
 
 def load_ranks(folder: Path, comms: Sequence[ThreadComm], *, whole: WholeParts = WholeParts.none) -> list[Runner]:

@@ -19,7 +19,7 @@ from tests.helpers import models
 from tests.helpers.draft_heads import inspect_pair, norm, turned
 
 if TYPE_CHECKING:
-    from llama_ssp.rooms.heads.sources import HeadSource
+    from llama_ssp.extensions.heads.sources import HeadSource
     from llama_ssp.weights.checkpoint import Checkpoint
 
 WIDTH, HEADS, KEYS, DIM, UNITS, VOCABULARY, DRAFTED, MASK, RANK = 64, 4, 2, 16, 96, 224, 112, 220, 16

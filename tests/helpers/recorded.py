@@ -28,7 +28,7 @@ from llama_ssp.speculate.engine.state import BatchState
 
 recording: Callable[[], AbstractContextManager[None]] = nullcontext
 if "cpu" in present():  # whose collectives are operators, which send nothing then
-    recording = import_module("llama_ssp.rooms.cpu.sums").recording
+    recording = import_module("llama_ssp.extensions.cpu.sums").recording
 _T = TypeVar("_T")
 _Call = tuple[Any, tuple[Any, ...], dict[str, Any], list[Tensor]]
 """An operator, its arguments, and the tensors that it has made."""

@@ -1,9 +1,9 @@
-"""`llama-ssp report` for tests of other rooms and of the core, which are skipped where its room is missing."""
+"""`llama-ssp report` for tests of other extensions and of the core, skipped where its extension is missing."""
 
 import pytest
 
 from llama_ssp.reports.formats import FORMATS
-from tests.helpers.rooms import module_of
+from tests.helpers.extensions import module_of
 
 
 def report(arguments: list[str]) -> int:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from llama_ssp.extensions.modules.runner import ModuleRunner
 from llama_ssp.ranks.comms import Comm
-from llama_ssp.rooms.modules.runner import ModuleRunner
 from llama_ssp.settings.schema import SamplingConfig, VerificationConfig
 from llama_ssp.settings.trees import tree_shape
 from llama_ssp.speculate.drafters.drafter import TreeTables

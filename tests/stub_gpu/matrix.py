@@ -25,8 +25,8 @@ from llama_ssp.speculate.engine.executors import GraphExecutor
 from llama_ssp.speculate.engine.loop import Decoder
 from llama_ssp.speculate.engine.state import Request
 from tests.helpers import other_tokenizer
+from tests.helpers.extensions import copies
 from tests.helpers.models import VOCAB_SIZE, build_checkpoint
-from tests.helpers.rooms import copies
 from tests.helpers.tokenizers import save_tokenizer
 from tests.stub_gpu import device
 from tests.stub_gpu.device import Record

@@ -25,10 +25,10 @@ from triton.runtime.cache import triton_key
 
 from llama_ssp import Pair, load
 from llama_ssp.architectures import engine
+from llama_ssp.extensions.gpu import draw as draws_of_gpus
+from llama_ssp.extensions.gpu.kernels import draw as draw_kernels
+from llama_ssp.extensions.modules.experts import OwnExperts
 from llama_ssp.ranks.gpu import selected
-from llama_ssp.rooms.gpu import draw as draws_of_gpus
-from llama_ssp.rooms.gpu.kernels import draw as draw_kernels
-from llama_ssp.rooms.modules.experts import OwnExperts
 from llama_ssp.run import decoders
 from llama_ssp.run.tuning import make_ready
 from llama_ssp.speculate.engine.loop import Decoder

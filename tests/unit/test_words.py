@@ -9,8 +9,8 @@ from llama_ssp import words
 from llama_ssp.errors import InterruptedRun, similar_name, unknown_name
 from llama_ssp.settings.compose import groups_of
 from llama_ssp.words import counted, installing, rounded, visible
+from tests.helpers.extensions import need
 from tests.helpers.repository import ROOT
-from tests.helpers.rooms import need
 
 SHOWN = {
     (0.5543,): "0.554", (9.4,): "9.40", (9.996,): "10.0", (99.96,): "100", (999.6,): "1000", (10324.0,): "10324",

@@ -1,6 +1,6 @@
 """Plans as a task: for a described machine, or for the spec that a run is about to start. Never imports torch.
 
-`planning` computes plans; `reports.plan_tables` shows them, and rooms draw them (`MoreSettings.draw`).
+`planning` computes plans; `reports.plan_tables` shows them, and extensions draw them (`MoreSettings.draw`).
 """
 
 import json
@@ -73,7 +73,7 @@ def show_machines(configs: Sequence[PlanConfig]) -> None:
 
 
 def figures_of(config: PlanConfig) -> Figures:
-    """The figures of a plan that the settings of rooms ask for.
+    """The figures of a plan that the settings of extensions ask for.
 
     Raises ConfigError for one in a folder that does not exist: a search takes long, and this is asked before.
     """

@@ -23,9 +23,9 @@ from llama_ssp.settings.schema import (
 )
 from llama_ssp.weights import hub
 from llama_ssp.words import in_library_words, key_of, said
+from tests.helpers.extensions import need
 from tests.helpers.hub import shipped
 from tests.helpers.lanes import heavy
-from tests.helpers.rooms import need
 
 OF_COMMANDS = re.compile(r"\b(sampling|speculation|verification|draft|model)\.[a-z]|\bnull\b|=(true|false)\b|\blaunch/")
 """Settings of a command line, which a notebook does not have."""

@@ -21,12 +21,12 @@ from llama_ssp.errors import ConfigError, NumericError
 from llama_ssp.run import decoders
 from llama_ssp.speculate.engine.executors import GraphExecutor
 from llama_ssp.speculate.engine.round import Round
+from tests.helpers.extensions import module_of, need
 from tests.helpers.hub import shipped
 from tests.helpers.in_process import launch
 from tests.helpers.lanes import heavy
 from tests.helpers.models import build_checkpoint, tiny_model
 from tests.helpers.recorded import FakeRecorder
-from tests.helpers.rooms import module_of, need
 from tests.helpers.tokenizers import layout
 
 TEMPLATE = (

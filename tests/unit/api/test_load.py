@@ -22,12 +22,12 @@ from llama_ssp.models.weights import Loading
 from llama_ssp.settings.drafters import SAME
 from llama_ssp.weights.checkpoint import inspect
 from llama_ssp.weights.in_memory import weights_of
+from tests.helpers.extensions import need
 from tests.helpers.hub import shipped
 from tests.helpers.lanes import sample
 from tests.helpers.models import FAMILIES, VOCAB_SIZE, build_checkpoint, load_modules, refusal, tiny_model
 from tests.helpers.packed_checkpoints import pack_checkpoint
 from tests.helpers.repository import ROOT
-from tests.helpers.rooms import need
 from tests.helpers.tokenizers import save_tokenizer
 
 TINY, DRAFT = (shipped(name) for name in ("tiny", "tiny-draft"))

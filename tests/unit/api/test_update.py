@@ -27,13 +27,13 @@ from llama_ssp.workspaces import NOWHERE, InPlace, find_tensors
 from tests.helpers import one_pass_heads, other_tokenizer
 from tests.helpers.draft_heads import save_small_pair
 from tests.helpers.edits import edit_tensors
+from tests.helpers.extensions import module_of, need
 from tests.helpers.joined_experts import join_on_cpu
 from tests.helpers.lanes import first, heavy, slow
 from tests.helpers.models import FAMILIES, VOCAB_SIZE, build_checkpoint
 from tests.helpers.mtp_layers import save_with_mtp
 from tests.helpers.reachable import contents
 from tests.helpers.recorded import FakeRecorder
-from tests.helpers.rooms import module_of, need
 from tests.helpers.tokenizers import save_tokenizer
 
 PROMPTS = ["t5 t9 t3 " * 12, "t7 t8"]
@@ -48,7 +48,7 @@ OF_TARGET: dict[str, dict[str, Any]] = {
     "copies": {"kind": "ngram", "history": 0},
 }  # fmt: skip
 """Drafts without weights of their own; texts of earlier calls, which prompt look-up copies, stay after an update."""
-ROOMS = {"self": "self_drafts", "copies": "copies", "windows": "windows", "tokenizers": "tokenizers"}
+EXTENSIONS = {"self": "self_drafts", "copies": "copies", "windows": "windows", "tokenizers": "tokenizers"}
 """By the first word of a kind of draft."""
 Draft = Path | str | dict[str, Any]
 
@@ -56,8 +56,8 @@ Draft = Path | str | dict[str, Any]
 def save_pair(folder: Path, kind: str) -> tuple[Path, Draft]:
     """The folders of a random target and its draft; or the name or the settings of the draft."""
     target, draft, vocab_size = folder / "target", folder / "draft", VOCAB_SIZE
-    if room := ROOMS.get(kind.partition(" ")[0].strip(",")):
-        need(room)
+    if extension := EXTENSIONS.get(kind.partition(" ")[0].strip(",")):
+        need(extension)
     if kind.startswith("windows of "):
         target, inner = save_pair(folder, kind.removeprefix("windows of "))
         return target, {"model": inner, "window": 16}

@@ -20,7 +20,7 @@ SIZES = {
 
 @pytest.fixture
 def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The core without any room."""
+    """The core without any extension."""
     monkeypatch.setattr(manifest, "present", lambda: ())
     modules = (architectures.__name__,)
     of_core: Registry[family.Family] = Registry(setting="model_type", modules=modules, kind=family.Family)
@@ -34,11 +34,11 @@ def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
     "door",
     [read_config, lambda folder: check_readable(folder, "none"), lambda folder: inspect(folder, config_alone=True)],
 )
-def test_kinds_that_only_a_library_runs_are_refused_by_the_name_of_its_room(
+def test_kinds_that_only_a_library_runs_are_refused_by_the_name_of_its_extension(
     kind: str, door: Callable[[Path], object], tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, **SIZES}))
-    with pytest.raises(ConfigError, match=f"^model_type={kind} needs llama_ssp/rooms/modules, which"):
+    with pytest.raises(ConfigError, match=f"^model_type={kind} needs llama_ssp/extensions/modules, which"):
         door(tmp_path)
 
 

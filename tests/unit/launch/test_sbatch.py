@@ -1,6 +1,6 @@
 """The batch script with stand-ins for SLURM's commands: when it queues its job again, and when it gives up.
 
-tests/rooms/slurm submits real jobs.
+tests/extensions/slurm submits real jobs.
 """
 
 import os

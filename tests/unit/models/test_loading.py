@@ -24,10 +24,10 @@ from llama_ssp.ranks.comms import Comm
 from llama_ssp.weights import hub
 from llama_ssp.weights.checkpoint import SINGLE_FILE, Checkpoint, inspect
 from tests.helpers.draft_heads import make_tensors, save_original
+from tests.helpers.extensions import of_heads
 from tests.helpers.lanes import first, sample
 from tests.helpers.models import FAMILIES, VOCAB_SIZE, build_checkpoint, load_modules, refusal, tiny_config
 from tests.helpers.one_pass_heads import SHARING, save_head
-from tests.helpers.rooms import of_heads
 from tests.unit.models.conftest import Saved
 
 

@@ -12,9 +12,9 @@ from safetensors.torch import save_file
 
 from llama_ssp.storage.formats import formats
 from llama_ssp.weights.checkpoint import INDEX_FILE, Checkpoint, shape_of
+from tests.helpers.extensions import module_of
 from tests.helpers.models import tiny_config
 from tests.helpers.repository import ROOT
-from tests.helpers.rooms import module_of
 
 NUM_RANKS = 4
 SIZES = {
@@ -50,7 +50,7 @@ from llama_ssp.planning.weights import model_bytes, shares
 
 folder, num_ranks, cases = Path(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3])
 if "bitsandbytes" in present():
-    from llama_ssp.rooms.bitsandbytes.linear import bitsandbytes
+    from llama_ssp.extensions.bitsandbytes.linear import bitsandbytes
     bitsandbytes()
 for form in formats().values():
     operators.made("packed_block", "cpu", form)

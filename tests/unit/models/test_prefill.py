@@ -16,12 +16,12 @@ from llama_ssp.speculate.engine.executors import GraphExecutor
 from llama_ssp.speculate.engine.results import Launched
 from llama_ssp.speculate.engine.state import Request
 from tests.helpers.decoders import complete, make_decoder, outcome
+from tests.helpers.extensions import need
 from tests.helpers.fake_comm import ThreadComm, on_ranks, thread_comms
 from tests.helpers.lanes import heavy, pairs
 from tests.helpers.models import load_lean
 from tests.helpers.operator_count import OperatorCount
 from tests.helpers.recorded import WatchedGraphs
-from tests.helpers.rooms import need
 from tests.helpers.varlen_attention import varlen_operator
 from tests.unit.models.llama.test_attention import GROUPED, pair
 from tests.unit.models.llama.test_decoder import assert_close, modules, random_ids

@@ -26,12 +26,12 @@ from llama_ssp.ranks.comms import Comm
 from llama_ssp.storage.formats import StorageFormat, format_of, formats
 from llama_ssp.weights import hub
 from llama_ssp.weights.checkpoint import inspect
+from tests.helpers.extensions import module_of
 from tests.helpers.fake_comm import on_ranks, thread_comms
-from tests.helpers.format_rooms import of_all_formats
+from tests.helpers.format_extensions import of_all_formats
 from tests.helpers.held import held_bytes
 from tests.helpers.lanes import pairs
 from tests.helpers.models import VOCAB_SIZE, build_checkpoint, load_lean, load_modules, module_runner
-from tests.helpers.rooms import module_of
 
 pytestmark = of_all_formats
 CPU = torch.device("cpu")
@@ -259,7 +259,7 @@ def test_int8_decodes_on_a_cpu_without_its_package(monkeypatch: pytest.MonkeyPat
         raise AssertionError("bitsandbytes is asked for")
 
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
-    monkeypatch.setattr("llama_ssp.rooms.bitsandbytes.linear.bitsandbytes", refuse)
+    monkeypatch.setattr("llama_ssp.extensions.bitsandbytes.linear.bitsandbytes", refuse)
     pair = load_pair("tiny", "tiny-draft", quantization="int8", device="cpu")
     [completion] = pair.generate("import os", max_new_tokens=4, temperature=0)
     assert len(completion.token_ids) == 4

@@ -21,10 +21,10 @@ from llama_ssp.models.weights import Loading
 from llama_ssp.planning.model import PlannedModel
 from llama_ssp.planning.weights import model_bytes, of_stage, shares
 from llama_ssp.weights.checkpoint import inspect
+from tests.helpers.extensions import module_of
 from tests.helpers.held import held_bytes
 from tests.helpers.lanes import grid, sample
 from tests.helpers.models import FAMILIES, VOCAB_SIZE, build_checkpoint
-from tests.helpers.rooms import module_of
 from tests.helpers.stages import loadings, on_stages
 
 SPLITS = [(2, 1), (3, 1), (4, 1), (2, 2)]

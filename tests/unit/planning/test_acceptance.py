@@ -10,7 +10,7 @@ import yaml
 
 from llama_ssp import catalogue
 from llama_ssp.machines import hardware
-from llama_ssp.manifest import conf_of_rooms
+from llama_ssp.manifest import conf_of_extensions
 from llama_ssp.planning import acceptance as module
 from llama_ssp.planning.acceptance import (
     DECLINE,
@@ -26,10 +26,10 @@ from llama_ssp.planning.plan import document, make_plan
 from llama_ssp.planning.spec import PlannedPair
 from llama_ssp.settings.drafters import DRAFTERS, DrafterRecord
 from llama_ssp.settings.trees import tree_shape
+from tests.helpers.extensions import module_of, need
 from tests.helpers.lengths import FINDER
 from tests.helpers.own_conf import OwnConf
 from tests.helpers.planning import make_spec, times_of
-from tests.helpers.rooms import module_of, need
 from tests.helpers.runs import with_toys
 
 A100 = hardware.load("8xa100_80gb")
@@ -101,9 +101,9 @@ def test_what_a_user_wrote_comes_before_the_package_and_who_knows_a_pair_before_
 def test_a_pair_that_nobody_measured_has_the_default_which_the_table_bears_out(own_conf: OwnConf) -> None:
     found: Any = expected(PlannedPair("13B", "mine", 0.8, "speculative"))
     assert (found.probability, found.ends, found.is_forecast) == (0.75, (0.5, 0.88), True)
-    for room in ("heads", "copies", "tokenizers"):  # whose pairs are in the table
-        need(room)
-    files = [folder / "pairs.yaml" for folder in (catalogue.conf_dir(), *conf_of_rooms())]
+    for extension in ("heads", "copies", "tokenizers"):  # whose pairs are in the table
+        need(extension)
+    files = [folder / "pairs.yaml" for folder in (catalogue.conf_dir(), *conf_of_extensions())]
     table = [entry["acceptance"] for file in files if file.is_file() for entry in catalogue.read(file).get("pairs", [])]
     assert found.source.endswith(f"are at {min(table)} to {max(table)}, two thirds of them above 0.75")
     assert sum(figure > found.probability for figure in table) == 2 * len(table) // 3

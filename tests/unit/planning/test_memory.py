@@ -32,9 +32,9 @@ from llama_ssp.planning.weights import model_bytes, shares
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.settings.schema import DraftLayout
 from llama_ssp.weights.checkpoint import shape_of
+from tests.helpers.extensions import module_of
 from tests.helpers.models import module_runner, tiny_config, tiny_model
 from tests.helpers.planning import make_spec, small_model
-from tests.helpers.rooms import module_of
 
 A100, MI250, CPU = (hardware.load(name) for name in ("p4d_24xlarge", "mi250", "laptop_cpu"))
 

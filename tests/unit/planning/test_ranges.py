@@ -10,8 +10,8 @@ from llama_ssp.architectures.family import inventory
 from llama_ssp.machines import hardware
 from llama_ssp.planning.collectives import all_reduce_s
 from llama_ssp.planning.timing import FAR, FIRST, GAINS, MANY, NEAR, OTHER, PACKED, SHORT
+from tests.helpers.extensions import need
 from tests.helpers.planning import make_spec, times_of
-from tests.helpers.rooms import need
 
 A100 = hardware.load("8xa100_80gb")
 

@@ -24,9 +24,9 @@ from llama_ssp.planning.weights import model_bytes, rank_shares
 from llama_ssp.run.commands import plan
 from llama_ssp.settings.schema import NO_DRAFT, DrafterConfig, PlacementConfig, PlanConfig, TargetPlacement
 from llama_ssp.storage.formats import READ_SLOWDOWN
+from tests.helpers.extensions import need
 from tests.helpers.in_process import call
 from tests.helpers.packed_checkpoints import WEIGHTS, changed, quantization_config
-from tests.helpers.rooms import need
 
 H100 = hardware.load("1xh100")
 FP8, W8A8, W4A16, AWQ, GPTQ = map(

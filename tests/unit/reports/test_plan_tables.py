@@ -16,8 +16,8 @@ from llama_ssp.planning.plan import Plan, document, make_plan
 from llama_ssp.reports.plan_tables import ITEMS, show
 from llama_ssp.settings.schema import DraftLayout
 from llama_ssp.words import rounded
+from tests.helpers.extensions import need
 from tests.helpers.planning import make_spec
-from tests.helpers.rooms import need
 from tests.helpers.runs import with_toys
 
 

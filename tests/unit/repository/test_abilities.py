@@ -23,7 +23,7 @@ from tests.helpers.runs import FAST, PLAIN, write_run
 
 pytestmark = pytest.mark.heavy
 
-FILES = [ROOT / "tests" / "abilities.toml", *sorted((ROOT / "tests" / "rooms").glob("*/abilities.toml"))]
+FILES = [ROOT / "tests" / "abilities.toml", *sorted((ROOT / "tests" / "extensions").glob("*/abilities.toml"))]
 ABILITIES = [ability for file in FILES for ability in tomllib.loads(file.read_text())["abilities"]]
 
 

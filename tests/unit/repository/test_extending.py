@@ -116,8 +116,8 @@ FORMAT = Addition(
     name="halves",
     section="format",
     files={
-        "llama_ssp/rooms/halves/__init__.py": "",
-        "llama_ssp/rooms/halves/linear.py": '''
+        "llama_ssp/extensions/halves/__init__.py": "",
+        "llama_ssp/extensions/halves/linear.py": '''
 """Weights in bf16, whatever the number format of the model."""
 
 import torch
@@ -136,13 +136,13 @@ class HalvesLinear(Linear):
         y_MO = torch.nn.functional.linear(x_MI, self._weight_OI.to(x_MI.dtype), self._bias_O)
         return y_MO if residual_MO is None else y_MO + residual_MO
 ''',
-        "llama_ssp/rooms/halves/records.py": '''
+        "llama_ssp/extensions/halves/records.py": '''
 """Weights in bf16."""
 
 from llama_ssp.storage.formats import Packing, StorageFormat
 
 HALVES = StorageFormat(
-    name="halves", kernel="llama_ssp.rooms.halves.linear:HalvesLinear", packing=Packing(weight_bytes=2)
+    name="halves", kernel="llama_ssp.extensions.halves.linear:HalvesLinear", packing=Packing(weight_bytes=2)
 )
 ''',
     },
@@ -153,7 +153,7 @@ FAMILY = Addition(
     name="nanochat",
     section="family",
     files={
-        "llama_ssp/rooms/modules/records/nanochat.py": '''
+        "llama_ssp/extensions/modules/records/nanochat.py": '''
 """nanochat: a plain MLP, and norms without weights."""
 
 from functools import partial
@@ -205,8 +205,8 @@ def test_one_more_touches_the_files_that_the_page_names(added: Addition, tmp_pat
     before = _run(copy, *dry, *words)
     assert added.missing in before.stdout if added.missing else before.returncode == 2, "it is there already"
     for path, text in added.files.items():
-        room, in_room, _ = path.partition(f"/{added.name}/")
-        named = f"{room}/NAME" if in_room else path.replace(f"{added.name}.", "NAME.")
+        extension, in_extension, _ = path.partition(f"/{added.name}/")
+        named = f"{extension}/NAME" if in_extension else path.replace(f"{added.name}.", "NAME.")
         assert named in section, f"{path}: the page does not name it"
         (copy / path).parent.mkdir(exist_ok=True)
         with (copy / path).open("a") as file:

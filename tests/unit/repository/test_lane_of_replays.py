@@ -31,7 +31,7 @@ from llama_ssp.settings.rules import RULES
 from llama_ssp.settings.schema import DeviceKind, RunConfig
 from llama_ssp.storage import formats
 from llama_ssp.weights import hub
-from tests.helpers.rooms import missing_in
+from tests.helpers.extensions import missing_in
 from tests.stub_gpu.replay_settings import KINDS, Kind
 
 pytestmark = pytest.mark.seconds
@@ -72,18 +72,18 @@ _REASONS = {
         "setting: placement.target.ranks", "setting: placement.target.tp_size", "setting: placement.target.layers",
         "setting: placement.draft.ranks", "setting: placement.draft.tp_size", "setting: placement.auto",
     ),
-    "is of another device": ("ability: a CPU without equal bits", "room: cpu"),
+    "is of another device": ("ability: a CPU without equal bits", "extension: cpu"),
     "makes masks as sampling.regex does": (
         "setting: sampling.json_schema", "setting: sampling.choice", "setting: sampling.grammar",
     ),
     "false has no graphs": ("setting: cuda_graphs",),
     "its kernel waits for values of peers, which the stub does not compute": ("setting: own_sums",),
     "becomes ids before a round": ("setting: sampling.bad_words",),
-    "decodes as others do, or not at all": tuple(f"room: {name}" for name in (
+    "decodes as others do, or not at all": tuple(f"extension: {name}" for name in (
         "acceptance", "accelerate", "adapters", "advice", "benchmark", "calibrate", "deepspeed", "evaluate",
         "python_ranks", "reports", "serve", "slurm", "synthetic",
     )),
-    "has the layers of most families of the lane": ("room: modules",),
+    "has the layers of most families of the lane": ("extension: modules",),
 }  # fmt: skip
 REASONS = {name: reason for reason, names in _REASONS.items() for name in names}
 """Why something is not in the lane."""
@@ -107,12 +107,14 @@ def groups() -> dict[str, dict[str, object]]:
 
 
 def registered() -> set[str]:
-    """All abilities, records, settings and rooms that there are."""
+    """All abilities, records, settings and extensions that there are."""
     found = {f"{kind}: {name}" for kind, registry in REGISTRIES.items() for name in registry.all()}
     found |= {f"ability: {name}" for name in combinations.abilities()}
     found |= {f"setting: {before}{name}" for before, settings in groups().items() for name in settings}
     return (
-        found | {f"room: {name}" for name in manifest.present()} | ({_SEVERAL_MODULES} if HEADS.find("mtp") else set())
+        found
+        | {f"extension: {name}" for name in manifest.present()}
+        | ({_SEVERAL_MODULES} if HEADS.find("mtp") else set())
     )
 
 
@@ -175,15 +177,15 @@ def of_kind(kind: Kind, folder: Path) -> set[str]:
 
 
 @cache
-def of_rooms() -> dict[str, set[str]]:
-    """What each room registers."""
+def of_extensions() -> dict[str, set[str]]:
+    """What each extension registers."""
     kinds = {registry._kind: kind for kind, registry in REGISTRIES.items()}
     found: dict[str, set[str]] = {}
     for name in manifest.present():
-        of_room = found.setdefault(f"room: {name}", set())
-        for record in vars(import_module(f"llama_ssp.rooms.{name}.records")).values():
+        of_extension = found.setdefault(f"extension: {name}", set())
+        for record in vars(import_module(f"llama_ssp.extensions.{name}.records")).values():
             if type(record) in kinds:
-                of_room.add(f"{kinds[type(record)]}: {record.name}")
+                of_extension.add(f"{kinds[type(record)]}: {record.name}")
     return found
 
 
@@ -197,12 +199,12 @@ def test_each_ability_is_in_the_lane_or_has_a_reason(tmp_path: Path) -> None:
         except Exception as error:
             if not missing_in(str(error)):
                 raise
-        found |= {room for room, records in of_rooms().items() if records & found}
+        found |= {extension for extension, records in of_extensions().items() if records & found}
     assert missing <= found, sorted(missing - found)
     assert not found & REASONS.keys(), sorted(found & REASONS.keys())
 
 
 def test_each_reason_is_of_something_that_there_is() -> None:
-    if manifest.present() != tuple(manifest.ROOMS):
-        pytest.skip("rooms that are missing have reasons too")
+    if manifest.present() != tuple(manifest.EXTENSIONS):
+        pytest.skip("extensions that are missing have reasons too")
     assert REASONS.keys() <= registered(), sorted(REASONS.keys() - registered())

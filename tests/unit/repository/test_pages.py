@@ -34,16 +34,16 @@ TESTED = {
     r"\./machine-install\.sh( --dev| --check)?": ".ci/run, tests/unit/repository/test_machine_install.py",
     r"\.venv/bin/pytest": ".ci/run",
     r"bash \.ci/run": "itself",
-    r"\.venv/bin/(python launch/report\.py|llama-ssp report) outputs/\w+": "tests/rooms/reports/test_report.py",
+    r"\.venv/bin/(python launch/report\.py|llama-ssp report) outputs/\w+": "tests/extensions/reports/test_report.py",
     r"\.venv/bin/llama-ssp --version": "tests/unit/run/commands/test_program.py",
     r"\.venv/bin/python -m pip install -e '\.\[[a-z-]+\]' -c \.venv/constraints\.txt": "what the messages say",
-    r"(curl|guidellm|lm-eval) .*": "tests/rooms/serve",
+    r"(curl|guidellm|lm-eval) .*": "tests/extensions/serve",
     r"\.venv/bin/python -m benchmarks\.\w+( --(store|write))?": "tests/unit/benchmarks",
     r"(\.venv/bin/llama-ssp run ranks=2 --script|torchrun --nproc-per-node 2|srun --ntasks 2 python) study\.py": (
         "tests/distributed/test_python.py"
     ),
     r"\.venv/bin/python -m pip install --no-deps --target \.venv/heads .*": ".ci/run",
-    r"(PYTHONPATH=\.venv/heads )?\.venv/bin/python -m training\.\w+ .*": "tests/rooms/heads/test_authors.py",
+    r"(PYTHONPATH=\.venv/heads )?\.venv/bin/python -m training\.\w+ .*": "tests/extensions/heads/test_authors.py",
     r"\.venv/bin/pre-commit install": "CI runs the same checks",
     r"printf '[^']*' > prompts\.txt": "test_the_file_of_prompts_is_made_as_the_pages_say",
 }
@@ -68,9 +68,11 @@ def pages() -> dict[Path, str]:
     return {path: (ROOT / path).read_text() for path in paths}
 
 
-def blocks(language: str, *, page: str | None = None, rooms: bool = True) -> list[str]:
-    """Every fenced block of this language, of all pages, without those of rooms, or of one."""
-    texts = [text for path, text in pages().items() if page in {None, str(path)} and (rooms or path.name != "page.md")]
+def blocks(language: str, *, page: str | None = None, extensions: bool = True) -> list[str]:
+    """Every fenced block of this language, of all pages, without those of extensions, or of one."""
+    texts = [
+        text for path, text in pages().items() if page in {None, str(path)} and (extensions or path.name != "page.md")
+    ]
     return [
         found for text in texts for found in re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     ]
@@ -84,16 +86,16 @@ def lines(text: str | None = None) -> list[list[str]]:
 
 
 def launches() -> list[str]:
-    """What follows launch/run.py, or the batch job that starts it, in every such command that needs no missing room."""
+    """The words after launch/run.py, or its batch job, in every such command that needs no missing extension."""
     of_tasks = {command.task: command for command in COMMANDS.all().values() if command.task}
     found = [
         shlex.join(of_task(of_tasks[task], shlex.split(match["words"]))) if (task := match["task"]) else match["words"]
         for line in lines() for command in line if (match := LAUNCH.fullmatch(command))
     ]  # fmt: skip
-    return [words for words in dict.fromkeys(found) if not any(map(_is_of_missing_room, words.split()))]
+    return [words for words in dict.fromkeys(found) if not any(map(_is_of_missing_extension, words.split()))]
 
 
-def _is_of_missing_room(word: str) -> bool:
+def _is_of_missing_extension(word: str) -> bool:
     kind, _, name = word.partition("=")
     return any(manifest.absent(*asked) for asked in ((kind, name), ("setting", kind)))
 
@@ -131,7 +133,7 @@ def test_every_plan_on_a_page_composes() -> None:
     commands = [match["words"] for line in lines() for command in line if (match := PLAN.fullmatch(command))]
     assert commands != []
     for words in commands:
-        if any(map(_is_of_missing_room, words.split())):
+        if any(map(_is_of_missing_extension, words.split())):
             continue
         assert plan.read_settings(shlex.split(words))[0].model.name
 
@@ -216,17 +218,19 @@ def test_every_package_says_what_it_is_for() -> None:
     assert [str(folder.path) for folder in packages if not folder.sentence] == []
 
 
-def test_a_room_has_its_page_or_one_that_says_that_it_is_missing(
+def test_an_extension_has_its_page_or_one_that_says_that_it_is_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Other pages link to it."""
-    wanted = {"rooms/index.md", *(f"rooms/{name}.md" for name in manifest.ROOMS)}
-    assert {path for path in repository.pages_of_rooms() if path.endswith(".md")} == wanted
-    (tmp_path / "__init__.py").write_text('"""Rooms."""')
-    monkeypatch.setattr(repository, "ROOMS", tmp_path)
-    pages = repository.pages_of_rooms()
+    wanted = {"extensions/index.md", *(f"extensions/{name}.md" for name in manifest.EXTENSIONS)}
+    assert {path for path in repository.pages_of_extensions() if path.endswith(".md")} == wanted
+    (tmp_path / "__init__.py").write_text('"""Extensions."""')
+    monkeypatch.setattr(repository, "EXTENSIONS", tmp_path)
+    pages = repository.pages_of_extensions()
     assert pages.keys() == wanted
-    assert all(f"has no `llama_ssp/rooms/{name}`" in pages[f"rooms/{name}.md"] for name in manifest.ROOMS)
+    assert all(
+        f"has no `llama_ssp/extensions/{name}`" in pages[f"extensions/{name}.md"] for name in manifest.EXTENSIONS
+    )
 
 
 def test_every_public_module_has_a_page_of_the_api() -> None:

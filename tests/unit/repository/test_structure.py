@@ -23,22 +23,22 @@ from packaging.utils import canonicalize_name
 
 from llama_ssp import manifest
 from llama_ssp.manifest import present
+from tests.helpers.extensions import need
 from tests.helpers.lanes import grid, meeting
 from tests.helpers.private_names import PRIVATE_NAMES
 from tests.helpers.repository import PYTHON_FOLDERS, ROOT, files, modules, tree_of
-from tests.helpers.rooms import need
 
 MACHINE_PATH = re.compile(r"(?<![\w.])/(work|root|home/\w+)/")
 INSTALL_FILES = re.compile(r"pyproject\.toml|constraints.*\.txt|machine-install\.sh|\.ci/run|justfile|\.pre-commit.*")
 PUBLIC_HOSTS = {"download.pytorch.org"}
 RECORDS = re.compile(
-    r"rooms\.cpu\.tracing|is_recording|engine\.executors|torch\.jit|torch\._C|CUDAGraph|cuda\.graph|capturing"
+    r"extensions\.cpu\.tracing|is_recording|engine\.executors|torch\.jit|torch\._C|CUDAGraph|cuda\.graph|capturing"
 )
 KNOW_RECORDING = (
     "llama_ssp/speculate/engine/executors.py",
-    "llama_ssp/rooms/cpu/",
+    "llama_ssp/extensions/cpu/",
     "llama_ssp/run/decoders.py",
-    "llama_ssp/rooms/calibrate/measures.py",
+    "llama_ssp/extensions/calibrate/measures.py",
 )
 """Executors and who makes them, and what times pieces as executors run them."""
 
@@ -183,8 +183,8 @@ def test_every_private_name_in_use_is_on_the_list() -> None:
 
 
 def test_every_name_on_the_list_is_in_use() -> None:
-    for room in manifest.ROOMS:
-        need(room)
+    for extension in manifest.EXTENSIONS:
+        need(extension)
     uses = tuple(f"{name}." for name in used())
     idle = [
         name
@@ -277,7 +277,10 @@ FAULTS = [
     ("llama_ssp/settings/checks.py", "omegaconf", "hydra and omegaconf are known to"),
     ("llama_ssp/models/runner.py", "bitsandbytes", BACKENDS),
     ("llama_ssp/kernels/linear.py", "llvmlite", BACKENDS),
-    *(("llama_ssp/run/pipeline.py", f"llama_ssp.rooms.{room}.records", "nothing imports a room") for room in present()),
+    *(
+        ("llama_ssp/run/pipeline.py", f"llama_ssp.extensions.{extension}.records", "nothing imports an extension")
+        for extension in present()
+    ),
 ]
 
 

@@ -29,9 +29,9 @@ from llama_ssp.speculate.engine.state import Request
 from tests.helpers import one_pass_heads
 from tests.helpers.composed import compose_run
 from tests.helpers.draft_heads import make_tensors, save_speculator
+from tests.helpers.extensions import need
 from tests.helpers.held import weights
 from tests.helpers.models import VOCAB_SIZE, build_checkpoint
-from tests.helpers.rooms import need
 from tests.helpers.tokenizers import save_tokenizer
 
 

@@ -31,11 +31,11 @@ from llama_ssp.speculate.engine.round import DraftChoice
 from llama_ssp.speculate.sampling.rules import Rule
 from llama_ssp.weights import hub
 from tests.helpers.decoders import make_decoder, parts_of
+from tests.helpers.extensions import copies, copying
 from tests.helpers.in_process import launch
 from tests.helpers.lengths import FINDER
 from tests.helpers.prefix_runner import PrefixRunner
 from tests.helpers.recorded import FakeRecorder
-from tests.helpers.rooms import copies, copying
 from tests.helpers.runs import FAST, PLAIN
 
 LETTERS: Any = SimpleNamespace(decode=lambda ids, **_: "".join("abc"[token] for token in ids))

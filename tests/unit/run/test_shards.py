@@ -12,9 +12,9 @@ from llama_ssp.settings.drafters import is_certain, of_kind, vocabulary_of
 from llama_ssp.settings.layout import lay_out
 from llama_ssp.settings.schema import RunConfig, SamplingConfig
 from tests.helpers.composed import compose_run
+from tests.helpers.extensions import need
 from tests.helpers.lanes import pairs
 from tests.helpers.plugins import in_this_process, with_law
-from tests.helpers.rooms import need
 
 DRAFTS = {
     "none": ("draft=none",),
@@ -27,7 +27,13 @@ DRAFTS = {
     "window": ("draft=tiny-draft", "draft.window=16"),
     "own tokens": ("draft=tiny-draft", "draft.tokenizer=own"),
 }
-ROOMS = {"copies": "copies", "self": "self_drafts", "head": "heads", "window": "windows", "own tokens": "tokenizers"}
+EXTENSIONS = {
+    "copies": "copies",
+    "self": "self_drafts",
+    "head": "heads",
+    "window": "windows",
+    "own tokens": "tokenizers",
+}
 CERTAIN = {"none", "greedy", "copies"}
 SAMPLINGS = {
     "warm": (),
@@ -88,8 +94,8 @@ def decided(words: tuple[str, ...], num_ranks: int, *, has_law: bool = True, by_
 def test_a_plan_draws_over_parts_of_the_vocabulary_where_the_run_does(  # noqa: PLR0917 - the axes of the sweep
     draft: str, rule: str, sampling: str, rounds: str, placement: str, batch_size: int
 ) -> None:
-    if draft in ROOMS:
-        need(ROOMS[draft])
+    if draft in EXTENSIONS:
+        need(EXTENSIONS[draft])
     num_ranks, *placed = PLACEMENTS[placement]
     words = (*DRAFTS[draft], f"verification={rule}", *SAMPLINGS[sampling], *ROUNDS[rounds], *map(str, placed))
     how = {"has_law": draft == "law", "by_row": rounds == "requests"}

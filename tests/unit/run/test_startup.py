@@ -30,15 +30,15 @@ BEFORE_CHECKPOINTS = (
     "llama_ssp.models.loading", "llama_ssp.models.llama.decoder",
 )  # fmt: skip
 # What the report at the end needs, after everything else has been shown.
-AFTER_RESULTS = ("matplotlib", "llama_ssp.rooms.reports.html") if "reports" in present() else ()
+AFTER_RESULTS = ("matplotlib", "llama_ssp.extensions.reports.html") if "reports" in present() else ()
 # What completions of a Llama-like pair do not need at all; the first two take seconds.
 NEVER = (
     "transformers.modeling_utils", "scipy",
     "bitsandbytes", "deepspeed", "matplotlib.pyplot", "datasets", "pandas", "sklearn", "tensorboard",
     "llama_ssp.run.calibration",
     *(
-        f"llama_ssp.rooms.{room}.{name}"
-        for room in present()
+        f"llama_ssp.extensions.{extension}.{name}"
+        for extension in present()
         for name in ("task", "benchmark", "latency", "source", "expansion")
     ),
 )  # fmt: skip

@@ -12,8 +12,8 @@ from llama_ssp.errors import ConfigError
 from llama_ssp.machines import machine
 from llama_ssp.planning.acceptance import known
 from llama_ssp.storage.formats import format_of
+from tests.helpers.extensions import need
 from tests.helpers.own_conf import MACHINE, PAIRS, OwnConf, writer
-from tests.helpers.rooms import need
 
 # Published counts of parameters; those of Llama 1 are exact to the byte of its checkpoints.
 NUM_PARAMETERS = {

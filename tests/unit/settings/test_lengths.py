@@ -20,7 +20,7 @@ A100 = hardware.load("8xa100_80gb")
 
 @pytest.fixture
 def only(monkeypatch: pytest.MonkeyPatch) -> dict[str, LengthChooser]:
-    """The records of this test, in place of those of rooms."""
+    """The records of this test, in place of those of extensions."""
     CHOOSERS.all()
     records: dict[str, LengthChooser] = {}
     monkeypatch.setattr(CHOOSERS, "records", records)
@@ -42,8 +42,8 @@ def test_without_a_record_nothing_names_one_and_who_asks_reads_one_sentence(
 ) -> None:
     del only
     monkeypatch.setattr(manifest, "present", lambda: ())
-    missing = "speculation.num_draft_tokens=auto needs llama_ssp/rooms/adaptive, which this installation lacks"
-    assert refusal("speculation.num_draft_tokens=auto") == f"{missing}: install it whole"
+    missing = "speculation.num_draft_tokens=auto needs the adaptive extension, which was removed from this installation"
+    assert refusal("speculation.num_draft_tokens=auto") == f"{missing}: reinstall llama-ssp"
     wanted = "speculation.num_draft_tokens=some must be at least 1 and at most 1024, for example 4"
     assert refusal("speculation.num_draft_tokens=some") == wanted
     assert meaning(RunConfig, "speculation.num_draft_tokens") == "K, the number of drafted tokens per round."

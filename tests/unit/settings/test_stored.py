@@ -8,7 +8,7 @@ from llama_ssp.errors import CheckpointError, ConfigError
 from llama_ssp.reports.reading import to_yaml
 from llama_ssp.settings.schema import DrafterConfig, RunConfig, TaskConfig
 from llama_ssp.storage.stored import StoredFormat, kept_format, stored_format
-from tests.helpers.format_rooms import of_all_formats
+from tests.helpers.format_extensions import of_all_formats
 from tests.helpers.packed_checkpoints import LAYOUTS, MXFP4, WEIGHTS, changed, quantization_config
 
 pytestmark = of_all_formats

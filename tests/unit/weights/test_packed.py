@@ -13,7 +13,7 @@ from llama_ssp.errors import CheckpointError
 from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.weights.checkpoint import inspect
 from tests.helpers.edits import Edit, edit_config, edit_tensors
-from tests.helpers.format_rooms import of_all_formats
+from tests.helpers.format_extensions import of_all_formats
 from tests.helpers.lanes import first, pairs
 from tests.helpers.models import build_checkpoint
 from tests.helpers.packed_checkpoints import LAYOUTS, WEIGHTS, changed, pack_checkpoint

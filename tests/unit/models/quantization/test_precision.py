@@ -12,7 +12,7 @@ from llama_ssp.models.quantization import weight_only
 from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.storage.formats import INT4_GROUPS, formats
 from llama_ssp.weights import byte_rows
-from tests.helpers.format_rooms import of_all_formats
+from tests.helpers.format_extensions import of_all_formats
 from tests.helpers.lanes import pairs
 
 pytestmark = of_all_formats

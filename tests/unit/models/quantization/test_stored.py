@@ -25,13 +25,13 @@ from llama_ssp.ranks.comms import Comm
 from llama_ssp.weights.checkpoint import Checkpoint, inspect
 from llama_ssp.weights.source import storage_of
 from tests.helpers.edits import edit_config
+from tests.helpers.extensions import module_of
 from tests.helpers.fake_comm import on_ranks, thread_comms
-from tests.helpers.format_rooms import of_all_formats
+from tests.helpers.format_extensions import of_all_formats
 from tests.helpers.held import held_bytes
 from tests.helpers.lanes import first, heavy, pairs, sample, slow
 from tests.helpers.models import VOCAB_SIZE, build_checkpoint, load_modules, module_runner
 from tests.helpers.packed_checkpoints import LAYOUTS, MXFP4, pack_checkpoint
-from tests.helpers.rooms import module_of
 from tests.unit.weights.test_packed import edited
 
 pytestmark = of_all_formats

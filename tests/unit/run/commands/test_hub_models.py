@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.extensions import need
 from tests.helpers.hub import put, shipped
 from tests.helpers.in_process import Ended, launch, planned
-from tests.helpers.rooms import need
 
 pytestmark = pytest.mark.usefixtures("cache")
 

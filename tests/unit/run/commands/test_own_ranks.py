@@ -13,8 +13,8 @@ from llama_ssp.errors import ConfigError
 from llama_ssp.run.commands import own_ranks
 from llama_ssp.run.commands.agent import exit_code_of
 from llama_ssp.run.commands.own_ranks import Start, num_gpus, read_start
+from tests.helpers.extensions import need
 from tests.helpers.hub import shipped
-from tests.helpers.rooms import need
 from tests.helpers.starters import run_program
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2"}
@@ -120,8 +120,8 @@ def test_gpus_are_counted_without_those_that_are_hidden_and_without_amds_cpus(
 def test_a_checkpoint_that_runs_do_not_read_is_refused_before_a_rank_starts(
     described: object, words: list[str], sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for room in ("bitsandbytes", "eight_bits", "four_bits"):
-        need(room)
+    for extension in ("bitsandbytes", "eight_bits", "four_bits"):
+        need(extension)
     sizes = json.loads((shipped("tiny") / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(sizes | {"quantization_config": described}))
     asked = ["task=generate", "prompt=x", "model=local", f"model.path={tmp_path}", *words, "ranks=2"]

@@ -20,10 +20,10 @@ from llama_ssp.settings.commands import COMMANDS
 from tests.helpers import in_process
 from tests.helpers.commands import command
 from tests.helpers.disturbed import wait_for
+from tests.helpers.extensions import need
 from tests.helpers.in_process import Ended, launch
 from tests.helpers.lanes import heavy
 from tests.helpers.repository import ROOT
-from tests.helpers.rooms import need
 from tests.helpers.terminals import OnTerminal
 
 

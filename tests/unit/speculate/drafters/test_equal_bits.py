@@ -24,22 +24,22 @@ from llama_ssp.speculate.drafters.shared import BroadcastDrafter
 from llama_ssp.speculate.sampling.rules import Rule
 from tests.helpers.decoders import complete, make_decoder, parts_of, requests
 from tests.helpers.doors import config_of
+from tests.helpers.extensions import copies, module_of, need
 from tests.helpers.models import load_lean
-from tests.helpers.rooms import copies, module_of, need
 from tests.helpers.varlen_attention import varlen_operator
 from tests.unit.models.llama.test_decoder import modules
 
 Make = Callable[..., Any]
 
 
-def of_window(**parts: Any) -> Any:  # noqa: ANN401 - a drafter of a room
-    room = module_of("windows.drafter")
+def of_window(**parts: Any) -> Any:  # noqa: ANN401 - a drafter of an extension
+    extension = module_of("windows.drafter")
     config = module_of("windows.records").WindowConfig(kind="model", window=8)
-    return room.WindowDrafter(parts_of(parts.pop("runner"), config=config, **parts))
+    return extension.WindowDrafter(parts_of(parts.pop("runner"), config=config, **parts))
 
 
 def of_target(**settings: Any) -> Make:
-    def make(*, target: LeanRunner, **parts: Any) -> Any:  # noqa: ANN401 - a drafter of a room
+    def make(*, target: LeanRunner, **parts: Any) -> Any:  # noqa: ANN401 - a drafter of an extension
         parts.pop("runner")
         config = module_of("self_drafts.records").SelfConfig(kind="self", **settings)
         return module_of("self_drafts.drafter").SelfDrafter(parts_of(config=config, target=target, **parts))

@@ -24,11 +24,11 @@ from llama_ssp.speculate.sampling.rules import make_rule
 from llama_ssp.speculate.sampling.shards import Shard
 from tests.helpers.composed import compose_run
 from tests.helpers.decoders import parts_of
+from tests.helpers.extensions import need
 from tests.helpers.fake_comm import thread_comms
 from tests.helpers.planning import make_spec
 from tests.helpers.plugins import drafter_with_law, in_this_process, with_law
 from tests.helpers.prefix_runner import PrefixRunner
-from tests.helpers.rooms import need
 
 VOCAB_SIZE, K = 29, 3
 

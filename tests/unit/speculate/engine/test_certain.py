@@ -19,10 +19,10 @@ from llama_ssp.speculate.sampling.processors import processor
 from llama_ssp.speculate.sampling.rules import Rule, make_rule, verify_ahead, verify_speculative
 from llama_ssp.speculate.sampling.uniforms import Draws
 from tests.helpers.decoders import complete, ids_of, make_decoder, parts_of, requests
+from tests.helpers.extensions import copies, copying
 from tests.helpers.lanes import heavy
 from tests.helpers.prefix_runner import PrefixRunner
 from tests.helpers.recorded import WatchedGraphs
-from tests.helpers.rooms import copies, copying
 
 CPU = torch.device("cpu")
 PENALIZED = SamplingConfig(temperature=0.9, repetition_penalty=1.2)

@@ -21,11 +21,11 @@ from llama_ssp.speculate.engine.executors import Recorder, tensors_of
 from llama_ssp.speculate.engine.loop import Decoder
 from llama_ssp.speculate.engine.state import Request
 from tests.helpers.decoders import complete, make_decoder, outcome, requests
+from tests.helpers.extensions import module_of
 from tests.helpers.kinds import Make, kinds
 from tests.helpers.lanes import first, heavy
 from tests.helpers.overlapped import overlapped_decoder
 from tests.helpers.recorded import FakeRecorder
-from tests.helpers.rooms import module_of
 
 if TYPE_CHECKING:
     from llama_ssp.untyped import Values

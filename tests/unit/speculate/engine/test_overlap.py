@@ -11,13 +11,13 @@ from llama_ssp.speculate.engine.executors import GraphExecutor
 from llama_ssp.speculate.engine.round import Stage
 from llama_ssp.speculate.engine.state import BatchState
 from tests.helpers.decoders import complete, ids_of, make_decoder, outcome, requests, requests_of
+from tests.helpers.extensions import need
 from tests.helpers.fake_comm import ThreadComm, on_ranks, thread_comms
 from tests.helpers.kinds import near_pair
 from tests.helpers.lanes import grid, heavy
 from tests.helpers.overlapped import complete_on_ranks, overlapped_decoder
 from tests.helpers.prefix_runner import PrefixRunner
 from tests.helpers.recorded import FakeRecorder
-from tests.helpers.rooms import need
 
 PIECES = 4
 """Of a round: draft, score, exchange, verify."""

@@ -31,6 +31,7 @@ from llama_ssp.weights.checkpoint import inspect
 from tests.helpers import one_pass_heads
 from tests.helpers.decoders import ScriptedLength, make_decoder, outcome, parts_of, tree_of
 from tests.helpers.draft_heads import SMALL_WIDTH, inspect_pair, save_small_pair
+from tests.helpers.extensions import copies, copying, module_of, of_heads
 from tests.helpers.fake_comm import ThreadComm, on_ranks, thread_comms
 from tests.helpers.kinds import KINDS, near_pair
 from tests.helpers.lanes import heavy, slow
@@ -38,7 +39,6 @@ from tests.helpers.models import build_checkpoint
 from tests.helpers.mtp_layers import save_with_mtp
 from tests.helpers.overlapped import overlapped_decoder
 from tests.helpers.recorded import FakeRecorder, WatchedGraphs
-from tests.helpers.rooms import copies, copying, module_of, of_heads
 
 CPU = torch.device("cpu")
 RUNS = (0, 0, 60)

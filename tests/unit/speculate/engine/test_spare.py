@@ -15,10 +15,10 @@ from llama_ssp.speculate.engine.loop import Decoder
 from llama_ssp.speculate.engine.state import Request
 from tests.helpers.composed import check_refused
 from tests.helpers.decoders import complete, ids_of, make_decoder
+from tests.helpers.extensions import need
 from tests.helpers.lanes import heavy
 from tests.helpers.models import build_checkpoint, load_lean
 from tests.helpers.planning import make_spec
-from tests.helpers.rooms import need
 
 Ids = tuple[int, ...]
 

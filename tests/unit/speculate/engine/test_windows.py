@@ -12,10 +12,10 @@ from llama_ssp.models.weights import Loading
 from llama_ssp.speculate.engine.loop import Decoder
 from tests.helpers.decoders import complete, ids_of, make_decoder, parts_of, requests_of
 from tests.helpers.draft_heads import SMALL_WIDTH, save_small_pair
+from tests.helpers.extensions import of_heads
 from tests.helpers.fake_comm import ThreadComm, on_ranks, thread_comms
 from tests.helpers.lanes import heavy, slow
 from tests.helpers.models import build_checkpoint, load_ranks
-from tests.helpers.rooms import of_heads
 
 CPU = torch.device("cpu")
 WINDOWS = {"gpt_oss": 9, "cohere2": 8, "mistral": 24, "gemma3_text": 6, "gpt_neo": 2}

@@ -1,0 +1,14 @@
+"""Groups of gloo ranks for the cells of this extension."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.conftest import cases_of, pairs, seen  # noqa: F401 - fixtures
+from tests.distributed.ranks import Case
+
+
+@pytest.fixture(scope="session")
+def asked(request: pytest.FixtureRequest) -> list[Case]:
+    """All cases of the tests of this extension."""
+    return cases_of(request.session, Path(__file__).parent)

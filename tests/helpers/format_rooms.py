@@ -1,8 +1,0 @@
-"""Tests of what the formats of several rooms have in common, which need all of these rooms."""
-
-import pytest
-
-from llama_ssp.manifest import present
-
-MISSING = sorted({"bitsandbytes", "eight_bits", "four_bits"} - {*present()})
-of_all_formats = pytest.mark.skipif(bool(MISSING), reason=f"needs llama_ssp/rooms/{', '.join(MISSING)}")

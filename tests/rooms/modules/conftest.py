@@ -1,3 +1,0 @@
-"""What the tests of this room share with the tests of the core's models."""
-
-from tests.unit.models.conftest import saved  # noqa: F401 - a fixture
