@@ -10,13 +10,13 @@ import torch
 
 from llama_ssp import Pair, catalogue
 from llama_ssp.catalogue import Dtype, ModelConfig
-from llama_ssp.groups import whole
 from llama_ssp.ranks.world import start
 from llama_ssp.run.checkpoints import find_sources
 from llama_ssp.run.decoders import build_decoder, load_models
 from llama_ssp.run.requests import encode
 from llama_ssp.run.tasks.records import GenerateConfig
 from llama_ssp.run.tuning import make_ready
+from llama_ssp.settings.extensions import whole
 from llama_ssp.settings.schema import (
     MODEL_DRAFT,
     NO_DRAFT,

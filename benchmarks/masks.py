@@ -26,8 +26,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from llama_ssp import Pair, load
 from llama_ssp.extensions.grammars.records import GrammarSampling
 from llama_ssp.extensions.grammars.text import GrammarText, prepare
-from llama_ssp.groups import whole
 from llama_ssp.run.decoders import build_decoder
+from llama_ssp.settings.extensions import whole
 from llama_ssp.settings.schema import SamplingConfig
 from llama_ssp.speculate.engine.masks import Vocabulary
 from llama_ssp.speculate.engine.state import Request

@@ -20,12 +20,12 @@ from typing import Any
 import yaml
 
 from llama_ssp.errors import ConfigError, unknown_name
-from llama_ssp.fields import required, setting
-from llama_ssp.groups import whole
 from llama_ssp.manifest import FOLDER, conf_of_extensions
+from llama_ssp.settings.extensions import whole
+from llama_ssp.settings.fields import required, setting
 from llama_ssp.storage.formats import CACHES, NO_QUANTIZATION, OWN_DTYPE, format_of, problem_of
 from llama_ssp.storage.stored import StoredFormat
-from llama_ssp.untyped import Parsed
+from llama_ssp.types import Parsed
 
 CONFIG_FILE = "config.json"
 GGUF = ".gguf"

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 
 from llama_ssp.manifest import absent
-from llama_ssp.words import to_library
+from llama_ssp.text.messages import to_library
 
 FULL_DISK = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """Error numbers of a full disk, an exhausted quota, and a file at the size limit of this process."""

@@ -6,8 +6,6 @@ from typing import Any, get_type_hints
 
 from docs.hooks.repository import ROOT
 from llama_ssp.catalogue import head_of
-from llama_ssp.fields import help_of
-from llama_ssp.groups import whole
 from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.manifest import conf_of_extensions
 from llama_ssp.run.commands.help import (
@@ -19,6 +17,8 @@ from llama_ssp.run.commands.help import (
     task_settings,
 )
 from llama_ssp.settings.drafters import drafters
+from llama_ssp.settings.extensions import whole
+from llama_ssp.settings.fields import help_of
 from llama_ssp.settings.launchers import LAUNCHER, LAUNCHERS
 from llama_ssp.settings.schema import DERIVED, DrafterConfig, RunConfig
 from llama_ssp.settings.tasks import task_specs

@@ -13,12 +13,12 @@ from typing import Any, ParamSpec, TypeVar, cast, get_args, get_type_hints
 
 from llama_ssp import catalogue
 from llama_ssp.catalogue import LOCAL, Dtype, ModelConfig, is_hub_id, read_path
-from llama_ssp.draft_heads import head_in_target
 from llama_ssp.errors import ConfigError, refuse, similar_name, unknown_name
-from llama_ssp.foreign import counterparts
-from llama_ssp.groups import MORE, whole
+from llama_ssp.settings.aliases import counterparts
 from llama_ssp.settings.checks import required_of
+from llama_ssp.settings.draft_heads import head_in_target
 from llama_ssp.settings.drafters import VOCABULARIES, DraftVocabulary, drafters, of_kind
+from llama_ssp.settings.extensions import MORE, whole
 from llama_ssp.settings.schema import (
     MODEL_DRAFT,
     NO_DRAFT,
@@ -29,7 +29,7 @@ from llama_ssp.settings.schema import (
     SamplingConfig,
 )
 from llama_ssp.storage.formats import CACHES, FORMATS
-from llama_ssp.words import in_library_words, key_of, said
+from llama_ssp.text.messages import in_library_words, key_of, said
 
 _Kind = TypeVar("_Kind", bound=Enum)
 _Settings = TypeVar("_Settings")

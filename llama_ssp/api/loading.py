@@ -27,8 +27,8 @@ from llama_ssp.settings.checks import check_effects, check_placement
 from llama_ssp.settings.drafters import SAME, DraftVocabulary, other_vocabularies
 from llama_ssp.settings.lengths import CHOOSERS
 from llama_ssp.settings.schema import DeviceKind, PlacementConfig, RunConfig
+from llama_ssp.text.messages import in_library_words
 from llama_ssp.weights.in_memory import weights_of
-from llama_ssp.words import in_library_words
 
 _OneDtype = Dtype | torch.dtype | str | None
 _OneTokenizer = PreTrainedTokenizerBase

@@ -22,11 +22,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from llama_ssp.api import arguments
 from llama_ssp.catalogue import ModelConfig
-from llama_ssp.continuation import decode_after
-from llama_ssp.draft_heads import head_in_target
 from llama_ssp.errors import ConfigError, SspError
-from llama_ssp.groups import whole
-from llama_ssp.log_probs import CompletionLogProbs
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.ranks.failures import Phase, from_message, guard, raise_on_all_ranks, unify_failure
 from llama_ssp.ranks.gpu import selected
@@ -43,7 +39,9 @@ from llama_ssp.run.requests import PromptRequest, encode_messages
 from llama_ssp.run.tuning import make_ready
 from llama_ssp.settings import schema
 from llama_ssp.settings.checks import check_values
+from llama_ssp.settings.draft_heads import head_in_target
 from llama_ssp.settings.drafters import draft_label
+from llama_ssp.settings.extensions import whole
 from llama_ssp.settings.rules import DEFAULT
 from llama_ssp.settings.schema import RunConfig, SamplingConfig, SpeculationConfig, VerificationConfig
 from llama_ssp.speculate.engine.completion import FinishReason, RowCompletion, StopRequest
@@ -51,8 +49,10 @@ from llama_ssp.speculate.engine.loop import Decoder
 from llama_ssp.speculate.engine.state import Request
 from llama_ssp.speculate.engine.text import StreamerAdapter
 from llama_ssp.terminal.unread import complain
+from llama_ssp.text.detokenize import decode_after
+from llama_ssp.text.log_probs import CompletionLogProbs
+from llama_ssp.text.messages import in_library_words
 from llama_ssp.weights.in_memory import WeightsInMemory, weights_like, weights_of
-from llama_ssp.words import in_library_words
 
 AnyPrompt: TypeAlias = str | Sequence[Mapping[str, Any]] | Sequence[int] | Tensor
 """A text, a chat, or token ids in a list, a tensor or an array."""

@@ -18,7 +18,7 @@ from llama_ssp.registry import load_plugins
 from llama_ssp.run.tasks.dry_run import plan_on, resolve
 from llama_ssp.settings.drafters import SAME
 from llama_ssp.settings.schema import PlacementConfig, PlanConfig, SamplingConfig, SpeculationConfig
-from llama_ssp.words import in_library_words
+from llama_ssp.text.messages import in_library_words
 
 
 @arguments.known_arguments

@@ -18,7 +18,7 @@ from llama_ssp.catalogue import ModelShape
 from llama_ssp.errors import ConfigError, PlacementError, shown
 from llama_ssp.manifest import absent
 from llama_ssp.registry import Registry
-from llama_ssp.untyped import LibraryPart, Parsed
+from llama_ssp.types import LibraryPart, Parsed
 
 
 @cache

@@ -15,9 +15,9 @@ from typing import Any
 from llama_ssp.catalogue import CONFIG_FILE, GGUF, GGUF_ALONE
 from llama_ssp.errors import CheckpointError, shown
 from llama_ssp.manifest import absent
+from llama_ssp.settings.weight_changes import CHANGES
 from llama_ssp.storage.stored import QUANTIZATION
-from llama_ssp.untyped import Parsed
-from llama_ssp.weight_changes import CHANGES
+from llama_ssp.types import Parsed
 
 MODELOPT_FILE, GPTQ_FILE = "hf_quant_config.json", "quantize_config.json"
 GENERATION_CONFIG_FILE = "generation_config.json"

@@ -23,12 +23,12 @@ from llama_ssp.architectures.family import (
 )
 from llama_ssp.architectures.model_files import read_json, read_model_config, refuse_other_kinds, require_folder
 from llama_ssp.catalogue import CONFIG_FILE, Dtype, ModelShape
-from llama_ssp.draft_heads import DraftHead, Field, head_file
 from llama_ssp.errors import CheckpointError, ConfigError, PlacementError, SspError
 from llama_ssp.registry import imported
+from llama_ssp.settings.draft_heads import DraftHead, Field, head_file
 from llama_ssp.storage.formats import PackedLayout
 from llama_ssp.storage.stored import QUANTIZATION, StoredFormat, layout_of, stored_format
-from llama_ssp.untyped import Parsed
+from llama_ssp.types import Parsed
 
 _NAMES = {
     "num_hidden_layers": ("num_hidden_layers", "num_layers", "n_layer", "n_layers"),

@@ -10,8 +10,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from llama_ssp import operators
 from llama_ssp.kernels.parts import KeptRows
+from llama_ssp.registry import operators
 
 LatentAttention = Callable[..., Tensor]
 """Takes queries (B, H, T, D), kept latents and rotary keys (B, S, W), which are parts of one row and have its strides,

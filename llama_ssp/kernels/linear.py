@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from llama_ssp import operators
+from llama_ssp.registry import operators
 
 _FEW_ROWS = 5
 """The number of rows for which oneDNN packs a weight."""

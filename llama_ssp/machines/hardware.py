@@ -15,9 +15,9 @@ from typing import Any, cast, get_args, get_origin
 from llama_ssp import catalogue
 from llama_ssp.catalogue import Dtype
 from llama_ssp.errors import ConfigError, one_message, similar_name, unknown_name
-from llama_ssp.fields import made, required, setting
-from llama_ssp.untyped import Parsed
-from llama_ssp.words import said
+from llama_ssp.settings.fields import made, required, setting
+from llama_ssp.text.messages import said
+from llama_ssp.types import Parsed
 
 COPY_SHARE = 0.83
 """Default share of the data sheet's bandwidth that a plain copy reaches: 1.7 of 2.039 TB/s on an A100-80GB."""

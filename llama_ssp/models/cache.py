@@ -26,10 +26,10 @@ from transformers import PretrainedConfig
 from llama_ssp.architectures.engine import PREFILL_CHUNK, saves_states
 from llama_ssp.architectures.family import Chunk, num_positions, record_of, with_slots
 from llama_ssp.kernels.parts import KeptRows, rows_of
+from llama_ssp.models.graph_inputs import PerBucket, Workspace
 from llama_ssp.models.states import LayerState, StateCache
 from llama_ssp.ranks.comms import Comm, Reads
 from llama_ssp.storage.formats import OWN_DTYPE
-from llama_ssp.workspaces import PerBucket, Workspace
 
 
 class LayerBuffer(NamedTuple):

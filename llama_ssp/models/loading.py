@@ -12,7 +12,6 @@ from typing import Any, Protocol, TypeVar, cast
 
 from transformers import PretrainedConfig
 
-from llama_ssp import operators
 from llama_ssp.architectures.family import kept_whole, library_of, record_of
 from llama_ssp.architectures.matrices import RankShard, WholeParts, check_inputs, split_model
 from llama_ssp.architectures.stages import stage_layers
@@ -21,7 +20,7 @@ from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.models.llama.table import EMBEDDING, OUTPUT, match_lean
 from llama_ssp.models.runner import Runner
 from llama_ssp.models.weights import LINEAR, Loading, Matched, Parameter, returning_memory
-from llama_ssp.registry import imported
+from llama_ssp.registry import imported, operators
 from llama_ssp.storage.formats import NO_QUANTIZATION, easiest_format, format_of
 from llama_ssp.weights.checkpoint import summary
 from llama_ssp.weights.source import PACKED, WeightSource, tap_source

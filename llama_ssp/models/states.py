@@ -27,7 +27,7 @@ from torch import Tensor
 
 from llama_ssp.architectures.engine import kept_inputs
 from llama_ssp.kernels.recurrence import Places
-from llama_ssp.workspaces import Workspace
+from llama_ssp.models.graph_inputs import Workspace
 
 
 class LayerState(NamedTuple):

@@ -30,6 +30,7 @@ from llama_ssp.architectures.matrices import FUSED, Cut, RankShard, WholeParts, 
 from llama_ssp.architectures.model_files import num_layers_ahead
 from llama_ssp.errors import CheckpointError
 from llama_ssp.models.cache import CachedRunner
+from llama_ssp.models.graph_inputs import NOWHERE, InPlace
 from llama_ssp.models.quantization.precision import UNQUANTIZED, Precision
 from llama_ssp.models.runner import Runner
 from llama_ssp.ranks.comms import Comm
@@ -37,7 +38,6 @@ from llama_ssp.ranks.stages import WHOLE_MODEL, ModelStage
 from llama_ssp.storage.stored import kept_format
 from llama_ssp.weights.checkpoint import summary
 from llama_ssp.weights.source import WeightSource
-from llama_ssp.workspaces import NOWHERE, InPlace
 
 Progress = Callable[[int, int], None]
 """Takes the bytes read so far and the total bytes, after each parameter."""

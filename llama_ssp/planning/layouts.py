@@ -20,7 +20,7 @@ from llama_ssp.planning.spec import PlanSpec, block_sizes, on_block
 from llama_ssp.planning.timing import timing
 from llama_ssp.settings.layout import named
 from llama_ssp.settings.schema import DraftLayout
-from llama_ssp.words import rounded
+from llama_ssp.text.messages import rounded
 
 
 def layouts(

@@ -12,13 +12,13 @@ from llama_ssp.architectures.family import inventory, record_of
 from llama_ssp.architectures.matrices import Inventory, Matrix
 from llama_ssp.architectures.reading import read_config, read_stored_format
 from llama_ssp.catalogue import CONFIG_FILE, Dtype, ModelConfig, ModelShape, read_path
-from llama_ssp.draft_heads import head_in_target
 from llama_ssp.errors import ConfigError
 from llama_ssp.machines.hardware import HardwareConfig
+from llama_ssp.settings.draft_heads import head_in_target
 from llama_ssp.settings.schema import PlanConfig
 from llama_ssp.storage.formats import CACHES, NO_QUANTIZATION, OWN_DTYPE, PackedLayout, StorageFormat, format_of
 from llama_ssp.storage.stored import StoredFormat
-from llama_ssp.words import said
+from llama_ssp.text.messages import said
 
 COMPILED_BLOCK = 16
 DTYPE_BYTES = {Dtype.fp32: 4, Dtype.bf16: 2, Dtype.fp16: 2}

@@ -17,7 +17,7 @@ from llama_ssp.planning.weights import model_bytes, rank_shares
 from llama_ssp.settings.drafters import SAME
 from llama_ssp.settings.layout import named
 from llama_ssp.storage.formats import NO_QUANTIZATION
-from llama_ssp.words import counted, rounded
+from llama_ssp.text.messages import counted, rounded
 
 
 def notes_on_families(*models: PlannedModel | ModelConfig) -> Iterator[str]:

@@ -33,7 +33,7 @@ from llama_ssp.planning.notes import (
 from llama_ssp.planning.spec import PlanSpec
 from llama_ssp.planning.timing import CostModel, Timing, timing
 from llama_ssp.planning.weights import model_bytes
-from llama_ssp.words import counted, rounded, said
+from llama_ssp.text.messages import counted, rounded, said
 
 PLAN_VERSION = 5
 _FINDINGS = "docs/findings/gpus.md"

@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from llama_ssp import operators
 from llama_ssp.ranks.gpu import MOST_WORK_S, DeviceWait
+from llama_ssp.registry import operators
 from llama_ssp.settings.layout import Layout
 
 _ALIKE_S, _LOOK_EVERY_S = 5.0, 0.02

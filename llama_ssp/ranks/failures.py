@@ -48,7 +48,7 @@ from llama_ssp.ranks.comms import Comm
 from llama_ssp.ranks.gpu import DeviceWait
 from llama_ssp.ranks.memory import exhaustion, explained_by_nccl, is_of_nccl
 from llama_ssp.ranks.process import Agent, at_exit, ignore_signals, listen, meeting_host
-from llama_ssp.untyped import Parsed
+from llama_ssp.types import Parsed
 
 _ERRORS = {
     kind.__name__: kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, SspError)

@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any, BinaryIO, Protocol, Self, TypeVar
 
 from llama_ssp.errors import FULL_DISK, ConfigError, SspError
-from llama_ssp.groups import MORE
 from llama_ssp.reports.reading import read_settings
 from llama_ssp.reports.records import PLAIN, CompletionLine, LineKey, LogProbLine, Result, Summary
+from llama_ssp.settings.extensions import MORE
 from llama_ssp.settings.tasks import TASKS
-from llama_ssp.weight_changes import CHANGES
-from llama_ssp.words import visible
+from llama_ssp.settings.weight_changes import CHANGES
+from llama_ssp.text.messages import visible
 
 MODELS_FILE, LOG_PROBS_FILE = "models.json", "logprobs.jsonl"
 CHANGEABLE = (

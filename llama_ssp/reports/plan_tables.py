@@ -19,7 +19,7 @@ from llama_ssp.planning.plan import Plan
 from llama_ssp.planning.spec import PlanSpec
 from llama_ssp.settings.drafters import DRAFTERS
 from llama_ssp.storage.formats import NO_QUANTIZATION, formats
-from llama_ssp.words import counted, rounded, visible
+from llama_ssp.text.messages import counted, rounded, visible
 
 MIB = 2**20
 SMALL_BYTES = 4 * GIB

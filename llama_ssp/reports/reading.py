@@ -17,7 +17,7 @@ import yaml
 
 from llama_ssp.architectures.model_files import is_deep
 from llama_ssp.settings.schema import RunConfig
-from llama_ssp.untyped import Parsed
+from llama_ssp.types import Parsed
 
 MOST_BYTES = 64 << 20
 """Largest `summary.json`."""

@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple, Protocol, Self, TypeAlias
 
-from llama_ssp.log_probs import CompletionLogProbs
 from llama_ssp.registry import imported
 from llama_ssp.reports.reading import read_json, restore
 from llama_ssp.settings.tasks import TASKS, TaskSpec
+from llama_ssp.text.log_probs import CompletionLogProbs
 
 SCHEMA_VERSION = 1
 MOST_DRAFTED = 1024

@@ -17,7 +17,7 @@ from llama_ssp.reports.measures import RunMeasures, measure
 from llama_ssp.reports.reading import MOST_BYTES, MOST_CHARS, read_settings
 from llama_ssp.reports.records import CompletionLine, Summary
 from llama_ssp.settings.tasks import task_specs
-from llama_ssp.words import visible
+from llama_ssp.text.messages import visible
 
 _NAMED_BY_FACTS = {"task.name", "model.name", "draft.kind", "draft.model.name"}
 SEED = "seed"

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from llama_ssp.reports.measures import Estimate, RunMeasures, measure, over_runs, ratio
 from llama_ssp.reports.records import DISTURBED, NOT_LOSSLESS, PLAIN, SPECULATIVE
 from llama_ssp.reports.runs import SEED, Run, drifts_of, names_of, varying_settings
-from llama_ssp.words import decimal, visible
+from llama_ssp.text.messages import decimal, visible
 
 MODES = PLAIN, SPECULATIVE
 MOST_DRIFT = 0.1

@@ -16,13 +16,13 @@ from itertools import cycle
 import torch
 from torch import Tensor
 
-from llama_ssp import operators
 from llama_ssp.kernels.linear import Linear, make_linear
 from llama_ssp.kernels.parts import Heads, KeptRows
 from llama_ssp.machines.hardware import ATTENTION, Speed
 from llama_ssp.models.cache import StaticCache
 from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.ranks.world import World, on_all_cores
+from llama_ssp.registry import operators
 from llama_ssp.storage.formats import NO_QUANTIZATION, format_of, formats
 
 BUDGET_S = 0.15

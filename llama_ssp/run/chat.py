@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from llama_ssp.errors import CheckpointError, ConfigError
 from llama_ssp.ranks.memory import anonymous_bytes
 from llama_ssp.run.prompts import EXCERPT, Message, reason_of
-from llama_ssp.words import said
+from llama_ssp.text.messages import said
 
 MOST_S, MOST_BYTES, MOST_CHARS = 10.0, 1 << 30, 1 << 24
 """The most time, additional memory, and text of a template."""

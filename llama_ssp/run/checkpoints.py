@@ -21,7 +21,6 @@ from llama_ssp.architectures.model_files import (
     read_json,
 )
 from llama_ssp.catalogue import CONFIG_FILE, Dtype, ModelConfig
-from llama_ssp.draft_heads import DraftHead, head_in_target, heads_in_targets
 from llama_ssp.errors import CheckpointError, ConfigError
 from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.planning.model import number_format
@@ -31,16 +30,17 @@ from llama_ssp.registry import imported
 from llama_ssp.run.prompts import reason_of
 from llama_ssp.settings.backends import BACKENDS, backend_of
 from llama_ssp.settings.checks import check_values
+from llama_ssp.settings.draft_heads import DraftHead, head_in_target, heads_in_targets
 from llama_ssp.settings.drafters import drafter_of, other_vocabularies, vocabulary_of
 from llama_ssp.settings.layout import Layout, lay_out
 from llama_ssp.settings.schema import DeviceKind, ExpertParts, RunConfig
 from llama_ssp.settings.weights import WEIGHTS
 from llama_ssp.storage.stored import kept_format
+from llama_ssp.text.messages import said
 from llama_ssp.weights import hub
 from llama_ssp.weights.checkpoint import Checkpoint, check_shape, inspect, summary
 from llama_ssp.weights.in_memory import WeightsInMemory, as_eos_ids
 from llama_ssp.weights.source import WeightSource, storage_of, tap_source
-from llama_ssp.words import said
 
 
 @dataclass(frozen=True, kw_only=True)

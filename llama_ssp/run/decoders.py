@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from llama_ssp import operators
 from llama_ssp.architectures.matrices import DRAFT_WHOLE
 from llama_ssp.architectures.stages import stage_layers
 from llama_ssp.errors import ConfigError
 from llama_ssp.models.cache import Taps
+from llama_ssp.models.graph_inputs import InPlace
 from llama_ssp.models.runner import NullRunner, Runner
 from llama_ssp.models.weights import Loading
 from llama_ssp.planning.spec import draws_over_shards
@@ -21,7 +21,7 @@ from llama_ssp.ranks.comms import Comm, Mesh, build_mesh
 from llama_ssp.ranks.failures import raise_on_all_ranks
 from llama_ssp.ranks.stages import ModelStage
 from llama_ssp.ranks.world import World, has_own_threads, on_all_cores, on_free_cores
-from llama_ssp.registry import imported
+from llama_ssp.registry import imported, operators
 from llama_ssp.run.checkpoints import Source, copy_of_target
 from llama_ssp.run.requests import RequestMaker
 from llama_ssp.settings.backends import BACKENDS, backend_of
@@ -60,9 +60,8 @@ from llama_ssp.speculate.sampling.by_row import RowSteps
 from llama_ssp.speculate.sampling.rules import ForcedLengths, make_rule
 from llama_ssp.speculate.sampling.shards import WHOLE, Shard
 from llama_ssp.speculate.sampling.trees import verify_tree
+from llama_ssp.text.messages import key_of, said
 from llama_ssp.weights.source import TapSource, tap_source
-from llama_ssp.words import key_of, said
-from llama_ssp.workspaces import InPlace
 
 _log = logging.getLogger(__name__)
 

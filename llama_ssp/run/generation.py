@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from llama_ssp.errors import ConfigError
 from llama_ssp.settings.schema import SamplingConfig
-from llama_ssp.words import key_of, said
+from llama_ssp.text.messages import key_of, said
 
 _DEFAULTS: dict[str, Any] = {"temperature": 1.0, "top_k": 50, "top_p": None, "min_p": None, "repetition_penalty": 1.0}
 """Settings of `sampling` that the file can set, with the defaults of transformers."""

@@ -11,7 +11,6 @@ from dataclasses import asdict
 from itertools import islice
 
 from llama_ssp.errors import InterruptedRun
-from llama_ssp.log_probs import CompletionLogProbs, part
 from llama_ssp.ranks.failures import from_rank_0
 from llama_ssp.reports.records import LineKey, LogProbLine
 from llama_ssp.run.decoders import Models
@@ -20,6 +19,7 @@ from llama_ssp.run.session import Session
 from llama_ssp.run.tasks.records import GenerateConfig, OutputFormat
 from llama_ssp.settings.schema import RunConfig
 from llama_ssp.speculate.engine.likelihoods import ScoredText, law_of, log_likelihoods
+from llama_ssp.text.log_probs import CompletionLogProbs, part
 
 _Ids = Sequence[int]
 

@@ -28,7 +28,7 @@ from llama_ssp.settings.schema import RunConfig
 from llama_ssp.settings.tasks import task_of
 from llama_ssp.terminal.terminal import Terminal
 from llama_ssp.terminal.unread import complain
-from llama_ssp.words import visible
+from llama_ssp.text.messages import visible
 
 _OURS = __name__.partition(".")[0]
 _log = logging.getLogger(__name__)

@@ -24,7 +24,7 @@ from llama_ssp.run.tasks.dry_run import forecast
 from llama_ssp.settings.drafters import draft_label
 from llama_ssp.settings.tasks import task_of
 from llama_ssp.speculate.engine.text import IncrementalText
-from llama_ssp.words import count
+from llama_ssp.text.messages import count
 
 _log = logging.getLogger(__name__)
 _NUM_EXCERPTS, _MOST_PROMPT_CHARS, _MOST_TOKENS = 3, 400, 512

@@ -5,7 +5,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import takewhile
 
-from llama_ssp.continuation import TextAfter
 from llama_ssp.errors import ConfigError
 from llama_ssp.reports import reading
 from llama_ssp.reports.folder import MODELS_FILE, RunFolder
@@ -16,6 +15,7 @@ from llama_ssp.run.requests import RequestMaker, ids_of
 from llama_ssp.settings.drafters import drafts
 from llama_ssp.settings.schema import Resume, RunConfig
 from llama_ssp.settings.tasks import REQUEST_FILES, task_of
+from llama_ssp.text.detokenize import TextAfter
 from llama_ssp.weights import hub
 from llama_ssp.weights.checkpoint import summary
 from llama_ssp.weights.hashes import fingerprint, hashed

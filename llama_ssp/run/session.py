@@ -12,7 +12,6 @@ from itertools import product
 import torch
 
 from llama_ssp.architectures.engine import SHORT_PROMPTS
-from llama_ssp.continuation import decode_after
 from llama_ssp.errors import InterruptedRun
 from llama_ssp.planning.plan import Plan
 from llama_ssp.ranks.cores import CoreTimes
@@ -33,6 +32,7 @@ from llama_ssp.speculate.engine.results import Update
 from llama_ssp.speculate.engine.text import IncrementalText, Piece
 from llama_ssp.terminal.progress import Pace, RunProgress
 from llama_ssp.terminal.terminal import Terminal
+from llama_ssp.text.detokenize import decode_after
 
 _WARMUP_TOKENS, _SHORT_PROMPT = 8, 16
 

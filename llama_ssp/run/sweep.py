@@ -8,7 +8,7 @@ from llama_ssp.reports.runs import find_runs
 from llama_ssp.reports.tables import runs_table
 from llama_ssp.settings.commands import COMMANDS
 from llama_ssp.terminal.terminal import Terminal
-from llama_ssp.words import decimal
+from llama_ssp.text.messages import decimal
 
 
 def show_table(folders: Sequence[Path]) -> None:

@@ -13,21 +13,21 @@ from typing import Any, NamedTuple
 from llama_ssp import catalogue
 from llama_ssp.catalogue import ENDINGS_WITH_FIELDS, ModelConfig, ModelShape, ending_of
 from llama_ssp.errors import refuse, unknown_name
-from llama_ssp.groups import Range, chooser_of, ranges
 from llama_ssp.machines import hardware
 from llama_ssp.manifest import absent
-from llama_ssp.operators import OPERATORS
+from llama_ssp.registry.operators import OPERATORS
 from llama_ssp.settings import drafters, layout, schema, trees
 from llama_ssp.settings.backends import BACKENDS, backends
 from llama_ssp.settings.combinations import MORE, clashes
+from llama_ssp.settings.extensions import Range, chooser_of, ranges
 from llama_ssp.settings.lengths import CHOOSERS, chooser_named, choosers_said
 from llama_ssp.settings.rules import RULES
 from llama_ssp.settings.schema import PlanConfig, RunConfig
 from llama_ssp.settings.tasks import TASKS, NoEffect, default_of, drafted_of, request_file, task_of
+from llama_ssp.settings.weight_changes import CHANGES
 from llama_ssp.settings.weights import WEIGHTS
 from llama_ssp.storage.formats import CACHES, FORMATS
-from llama_ssp.weight_changes import CHANGES
-from llama_ssp.words import key_of, said, value_of
+from llama_ssp.text.messages import key_of, said, value_of
 
 _NEVER_IGNORED = {"dry_run"}
 

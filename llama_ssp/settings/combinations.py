@@ -17,7 +17,7 @@ from llama_ssp.settings.rules import AT_ZERO, RULES, at_every_temperature, rule_
 from llama_ssp.settings.schema import DeviceKind, DraftLayout, PlanConfig, RunConfig
 from llama_ssp.settings.tasks import NoEffect, drafted_of, task_of, task_specs
 from llama_ssp.settings.trees import TreeShape, tree_shape
-from llama_ssp.words import key_of, listed, said
+from llama_ssp.text.messages import key_of, listed, said
 
 _NO_MODEL = ModelConfig(name="none")
 ABILITIES: dict[str, Callable[[RunConfig], object]] = {

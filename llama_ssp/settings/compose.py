@@ -36,15 +36,15 @@ from omegaconf.errors import OmegaConfBaseException
 
 from llama_ssp import catalogue
 from llama_ssp.catalogue import GGUF, GGUF_ALONE, GROUPS, LOCAL, ModelConfig, is_folder, is_hub_id
-from llama_ssp.draft_heads import heads_in_targets
 from llama_ssp.errors import ConfigError, refuse, similar_name, unknown_name
-from llama_ssp.foreign import counterparts
-from llama_ssp.groups import MORE, whole
 from llama_ssp.machines import hardware
 from llama_ssp.manifest import absent
 from llama_ssp.registry import PLUGINS
 from llama_ssp.settings import schema
+from llama_ssp.settings.aliases import counterparts
+from llama_ssp.settings.draft_heads import heads_in_targets
 from llama_ssp.settings.drafters import drafter_of, drafters, problem_of
+from llama_ssp.settings.extensions import MORE, whole
 from llama_ssp.settings.launchers import LAUNCHERS
 from llama_ssp.settings.schema import DERIVED, MODEL_DRAFT, DrafterConfig, PlanConfig, RunConfig
 from llama_ssp.settings.tasks import task_of, task_specs

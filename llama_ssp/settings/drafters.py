@@ -5,15 +5,15 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol
 
-from llama_ssp.fields import setting
-from llama_ssp.groups import Range, whole
 from llama_ssp.registry import Registry
 from llama_ssp.settings import schema
+from llama_ssp.settings.extensions import Range, whole
+from llama_ssp.settings.fields import setting
 from llama_ssp.settings.rules import RULES
 from llama_ssp.settings.schema import DrafterConfig, RunConfig
 from llama_ssp.settings.tasks import NoEffect, draws_by_row
 from llama_ssp.settings.trees import TreeShape
-from llama_ssp.words import said
+from llama_ssp.text.messages import said
 
 
 class RoundSizes(Protocol):

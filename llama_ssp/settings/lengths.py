@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from llama_ssp.catalogue import ModelShape
 from llama_ssp.registry import Registry
-from llama_ssp.words import listed, said
+from llama_ssp.text.messages import listed, said
 
 
 def fastest(seconds: Mapping[int, float]) -> int:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from llama_ssp.registry import Registry, imported
-from llama_ssp.words import said
+from llama_ssp.text.messages import said
 
 DEFAULT, AT_ZERO = "speculative", "greedy"  # The default rule, and the rule at temperature 0, where all rules coincide.
 

@@ -8,10 +8,10 @@ from enum import Enum
 from typing import Any
 
 from llama_ssp.catalogue import ModelConfig
-from llama_ssp.fields import made, setting
-from llama_ssp.groups import whole
 from llama_ssp.settings.backends import TENSOR
 from llama_ssp.settings.constraints import constraint_asked
+from llama_ssp.settings.extensions import whole
+from llama_ssp.settings.fields import made, setting
 from llama_ssp.settings.lengths import LengthChooser, chooser_named, longest
 from llama_ssp.settings.rules import DEFAULT
 from llama_ssp.settings.trees import TreeShape, tree_shape

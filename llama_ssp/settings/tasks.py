@@ -5,10 +5,10 @@ from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
 from llama_ssp.errors import LostRankError
-from llama_ssp.groups import Range
 from llama_ssp.registry import Registry
+from llama_ssp.settings.extensions import Range
 from llama_ssp.settings.schema import RunConfig, TaskConfig
-from llama_ssp.words import key_of
+from llama_ssp.text.messages import key_of
 
 
 def default_prompts(config: RunConfig) -> Sequence[str]:

@@ -15,7 +15,7 @@ from llama_ssp.errors import CheckpointError, ConfigError, shown
 from llama_ssp.storage import tools
 from llama_ssp.storage.formats import NO_QUANTIZATION, Found, PackedLayout, counted_in, format_of, formats
 from llama_ssp.storage.patterns import Pattern
-from llama_ssp.words import said
+from llama_ssp.text.messages import said
 
 QUANTIZATION = "quantization_config"
 

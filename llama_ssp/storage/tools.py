@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from llama_ssp.errors import shown
 from llama_ssp.storage.formats import INT4_GROUPS, Block, Found, PackedLayout
-from llama_ssp.untyped import Parsed
+from llama_ssp.types import Parsed
 
 COMPRESSED, GPTQ, AWQ, AUTO_ROUND, BITSANDBYTES, MODELOPT = (
     "compressed-tensors", "gptq", "awq", "auto-round", "bitsandbytes", "modelopt",

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, TaskID, TextColumn
 from rich.progress import TimeRemainingColumn as RemainingColumn
 
-from llama_ssp.words import lasting
+from llama_ssp.text.messages import lasting
 
 _LINE_EVERY_S = 60.0
 _FIRST_LINE_OF_LOADING_S = 10.0

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from llama_ssp.reports import records
 from llama_ssp.reports import tables as reports
-from llama_ssp.words import count, decimal, share, visible
+from llama_ssp.text.messages import count, decimal, share, visible
 
 ACCEPTED_STYLE = "green"
 OWN_STYLE = "magenta"

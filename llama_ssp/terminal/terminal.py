@@ -27,7 +27,7 @@ from llama_ssp.terminal import tables
 from llama_ssp.terminal.progress import Pace, ProgressView, RunProgress
 from llama_ssp.terminal.typed import typed_prompts
 from llama_ssp.terminal.unread import has_hung_up, silence
-from llama_ssp.words import visible
+from llama_ssp.text.messages import visible
 
 _PICTURE_COLUMNS, _WIDEST = 80, 400
 # A viewer would have to download the fonts; a picture must be complete offline.

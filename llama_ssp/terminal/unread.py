@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import IO
 
-from llama_ssp.words import visible
+from llama_ssp.text.messages import visible
 
 _USUAL_COLUMNS = 80
 

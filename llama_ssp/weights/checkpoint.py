@@ -27,16 +27,16 @@ from llama_ssp.architectures.model_files import (
 )
 from llama_ssp.architectures.reading import shape_from
 from llama_ssp.catalogue import CONFIG_FILE, GGUF, GGUF_ALONE, ModelConfig, ModelShape
-from llama_ssp.draft_heads import HeadFile, head_file
 from llama_ssp.errors import CheckpointError, shown
 from llama_ssp.registry import imported
+from llama_ssp.settings.draft_heads import HeadFile, head_file
 from llama_ssp.storage.formats import PackedLayout
 from llama_ssp.storage.stored import QUANTIZATION, layout_of, unreadable
-from llama_ssp.untyped import Parsed
+from llama_ssp.text.messages import said
+from llama_ssp.types import Parsed
 from llama_ssp.weights.packed import combine
 from llama_ssp.weights.source import ListedTensor, StoredTensor, Wanted, read_header
 from llama_ssp.weights.turned import TurnedTensor, turn
-from llama_ssp.words import said
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

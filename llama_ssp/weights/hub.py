@@ -11,12 +11,13 @@ from pathlib import Path
 
 from huggingface_hub import constants, errors, get_token, model_info, snapshot_download, try_to_load_from_cache
 
-from llama_ssp import manifest, words
+from llama_ssp import manifest
 from llama_ssp.architectures.model_files import GPTQ_FILE, MODELOPT_FILE, other_kind, read_json
 from llama_ssp.catalogue import CONFIG_FILE, ModelConfig, is_hub_id, read_path
-from llama_ssp.draft_heads import head_file
 from llama_ssp.errors import CheckpointError
-from llama_ssp.weight_changes import CHANGES, WeightChange, changes_of
+from llama_ssp.settings.draft_heads import head_file
+from llama_ssp.settings.weight_changes import CHANGES, WeightChange, changes_of
+from llama_ssp.text import messages
 
 WEIGHTS = "model*.safetensors"
 # Only weights named as by save_pretrained: some repositories hold a second copy under another name.
@@ -35,7 +36,7 @@ def resolve(model: ModelConfig) -> Path:
         folders = [place / "shipped" / model.name for place in places]
         return next(filter(Path.is_dir, folders), folders[0])
     if model.hub_id is None:
-        raise CheckpointError(f"model {model.name} names no files: {words.said('model.path', 'DIR')} is required")
+        raise CheckpointError(f"model {model.name} names no files: {messages.said('model.path', 'DIR')} is required")
     with _one_sentence(model):
         folder = Path(snapshot_download(model.hub_id, revision=model.revision, allow_patterns=_FILES))
     if not any(folder.glob(WEIGHTS)):
@@ -116,24 +117,24 @@ def _sentence(model: ModelConfig, error: Exception, file: str | None) -> str:
         case errors.GatedRepoError():
             said = f"is gated: accept its terms on {page} and run: hf auth login"
         case errors.RevisionNotFoundError():
-            said = f"has no revision {model.revision!r}: another {words.key_of('model.revision')} is required"
+            said = f"has no revision {model.revision!r}: another {messages.key_of('model.revision')} is required"
         case errors.RepositoryNotFoundError():
             said = "does not exist or is private: check the spelling, or log in with: hf auth login"
         case errors.HFValidationError():
             where = repr(model.hub_id)
-            said = f"is no hub id: owner/name is required, or {words.said('model.path', 'DIR')}"
+            said = f"is no hub id: owner/name is required, or {messages.said('model.path', 'DIR')}"
         case errors.LocalEntryNotFoundError() if constants.HF_HUB_OFFLINE:
             said = f"is not in {cache} and HF_HUB_OFFLINE is set: run {download} on a network"
         case errors.LocalEntryNotFoundError():
             said = (
                 f"cannot be reached and is not in {cache}: check the network, or run {download} where there is one, "
-                f"with HF_HOME on a disk that this machine sees, or give {words.said('model.path', 'DIR')} instead"
+                f"with HF_HOME on a disk that this machine sees, or give {messages.said('model.path', 'DIR')} instead"
             )
         case errors.EntryNotFoundError():
             said = f"has no {CONFIG_FILE}: a model that transformers can read is required"
         case _:
             reason = " ".join(str(error).split())
-            said = f"could not be downloaded ({reason}): try {download}, or {words.said('model.path', 'DIR')}"
+            said = f"could not be downloaded ({reason}): try {download}, or {messages.said('model.path', 'DIR')}"
     return f"{where} {said}"
 
 
@@ -152,8 +153,10 @@ def _without_weights(model: ModelConfig, folder: Path, *, has_them: bool) -> str
     file = folder / CONFIG_FILE
     if file.is_file() and head_file(read_json(file), file):
         download = f"{download_command(model)} --local-dir DIR"
-        return fault + f"run {download} and give {words.said('draft.model.path', 'DIR')}, which says how to convert it"
-    return fault + f"save it with save_pretrained and give {words.said('model.path', 'DIR')}"
+        return (
+            fault + f"run {download} and give {messages.said('draft.model.path', 'DIR')}, which says how to convert it"
+        )
+    return fault + f"save it with save_pretrained and give {messages.said('model.path', 'DIR')}"
 
 
 def download_command(model: ModelConfig) -> str:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from llama_ssp.operators import OPERATORS, DeviceOperator
+from llama_ssp.registry.operators import OPERATORS, DeviceOperator
 
 _num_tokens: list[int] = []
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from llama_ssp.log_probs import CompletionLogProbs, TokenLogprob
 from llama_ssp.settings.schema import SamplingConfig
+from llama_ssp.text.log_probs import CompletionLogProbs, TokenLogprob
 
 EXACT = SamplingConfig(temperature=1.0)
 

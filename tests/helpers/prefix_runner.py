@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from llama_ssp.models.cache import Taps
+from llama_ssp.models.graph_inputs import PerBucket, Workspace
 from llama_ssp.models.runner import Pieces, TreePlaces
 from llama_ssp.models.vocabulary import own_part
 from llama_ssp.ranks.comms import Comm, Reads, best_of
 from llama_ssp.speculate.engine.state import Request
-from llama_ssp.workspaces import PerBucket, Workspace
 
 NUM_CLOCK_PHASES = 5
 

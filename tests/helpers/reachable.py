@@ -1,6 +1,7 @@
 """All tensors that an object leads to, also those that code holds: closures, default and partial arguments, hooks.
 
-`llama_ssp.workspaces` follows members alone, so what an update of the weights must reach may be held by nothing else.
+`llama_ssp.models.graph_inputs` follows members alone, so what an update of the weights must reach may be held by
+nothing else.
 """
 
 import gc

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from llama_ssp import catalogue
-from llama_ssp.groups import whole
 from llama_ssp.run.tasks.records import CompareConfig
+from llama_ssp.settings.extensions import whole
 from llama_ssp.settings.schema import (
     ExpertParts,
     PlacementConfig,

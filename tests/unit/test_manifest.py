@@ -8,12 +8,12 @@ import pytest
 
 from llama_ssp import manifest
 from llama_ssp.errors import ConfigError, unknown_name
-from llama_ssp.groups import MORE
 from llama_ssp.registry import Registry
 from llama_ssp.run.commands.help import settings_of
 from llama_ssp.run.prompts import read_prompts
 from llama_ssp.settings.combinations import Ability
 from llama_ssp.settings.commands import COMMANDS
+from llama_ssp.settings.extensions import MORE
 from llama_ssp.settings.tasks import REQUEST_FILES, TASKS
 from tests.extensions.without import halves
 from tests.helpers import extensions

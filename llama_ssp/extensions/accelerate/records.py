@@ -9,9 +9,9 @@ from collections.abc import Iterator
 
 from llama_ssp.architectures.family import inventory
 from llama_ssp.architectures.matrices import Inventory, split_blocks
-from llama_ssp.foreign import Counterpart
 from llama_ssp.planning.model import PlannedModel
 from llama_ssp.planning.spec import PlanSpec
+from llama_ssp.settings.aliases import Counterpart
 from llama_ssp.settings.backends import Backend
 
 

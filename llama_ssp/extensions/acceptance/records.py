@@ -9,12 +9,12 @@ from typing import cast
 from llama_ssp import catalogue
 from llama_ssp.catalogue import LOCAL
 from llama_ssp.errors import ConfigError, unknown_name
-from llama_ssp.fields import made, setting
-from llama_ssp.groups import MoreSettings
 from llama_ssp.planning.spec import KnownPairs
 from llama_ssp.settings.combinations import clashes
 from llama_ssp.settings.constraints import constraint_asked
 from llama_ssp.settings.drafters import DRAFTERS, cache_of, draft_name, drafter_of, drafts, free_drafts, of_kind
+from llama_ssp.settings.extensions import MoreSettings
+from llama_ssp.settings.fields import made, setting
 from llama_ssp.settings.schema import (
     MODEL_DRAFT,
     DrafterConfig,
@@ -25,7 +25,7 @@ from llama_ssp.settings.schema import (
 )
 from llama_ssp.settings.tasks import NoEffect, TaskSpec
 from llama_ssp.settings.trees import tree_shape
-from llama_ssp.words import key_of
+from llama_ssp.text.messages import key_of
 
 TRACE_FILE, STORED = "acceptance.npz", "traces"
 """The file of a run folder, and the folder of your own with the traces that are stored."""

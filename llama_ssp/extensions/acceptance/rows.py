@@ -10,7 +10,7 @@ import numpy as np
 from llama_ssp.extensions.acceptance.arithmetic import least_cost
 from llama_ssp.extensions.acceptance.trace import PROPOSED, Replay, Trace
 from llama_ssp.reports.records import Line, PointOverK, ResultFigures, ResultTable
-from llama_ssp.words import share
+from llama_ssp.text.messages import share
 
 RowKey = tuple[str, str, float, int, str | None]
 Costs = Mapping[str, Mapping[int, float]]

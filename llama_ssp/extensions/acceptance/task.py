@@ -18,7 +18,6 @@ from typing import Any, cast
 
 import numpy as np
 
-from llama_ssp.continuation import TextAfter
 from llama_ssp.errors import FULL_DISK, CapacityError, ConfigError, InterruptedRun, SspError
 from llama_ssp.extensions.acceptance.reading import Found, Reader
 from llama_ssp.extensions.acceptance.records import (
@@ -46,6 +45,7 @@ from llama_ssp.run.session import Session, Viewer
 from llama_ssp.settings.drafters import is_certain
 from llama_ssp.settings.lengths import finder
 from llama_ssp.settings.schema import DrafterConfig, RunConfig
+from llama_ssp.text.detokenize import TextAfter
 from llama_ssp.weights.hashes import fingerprint
 
 PARTS = "parts"

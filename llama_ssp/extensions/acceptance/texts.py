@@ -10,12 +10,12 @@ from transformers import PreTrainedTokenizerBase
 from llama_ssp.errors import ConfigError
 from llama_ssp.extensions.acceptance.reading import Text
 from llama_ssp.extensions.acceptance.trace import NOT_OF_LAW, law_of, odd_settings
-from llama_ssp.groups import whole
 from llama_ssp.reports.folder import read_lines
 from llama_ssp.reports.reading import read_json, read_settings
 from llama_ssp.reports.records import CompletionLine
 from llama_ssp.run.prompts import Prompt, lines_of, read_messages
 from llama_ssp.run.requests import encode_messages, ids_of
+from llama_ssp.settings.extensions import whole
 from llama_ssp.settings.schema import RunConfig, SamplingConfig
 from llama_ssp.settings.tasks import SERVED_FIELDS
 

@@ -6,13 +6,13 @@ from pathlib import Path
 from llama_ssp.architectures.model_files import FLAG, LARGE, OBJECT, POSITIONS, TEXT, Kind, read_json
 from llama_ssp.catalogue import ModelConfig
 from llama_ssp.errors import shown
-from llama_ssp.fields import setting
-from llama_ssp.foreign import Counterpart
-from llama_ssp.groups import MoreSettings
+from llama_ssp.settings.aliases import Counterpart
 from llama_ssp.settings.combinations import Ability
+from llama_ssp.settings.extensions import MoreSettings
+from llama_ssp.settings.fields import setting
 from llama_ssp.settings.schema import RunConfig
-from llama_ssp.weight_changes import WeightChange
-from llama_ssp.words import said
+from llama_ssp.settings.weight_changes import WeightChange
+from llama_ssp.text.messages import said
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 FIELDS: dict[str, Kind] = {

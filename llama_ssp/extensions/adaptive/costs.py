@@ -26,7 +26,7 @@ from llama_ssp.settings.rules import AT_ZERO
 from llama_ssp.settings.schema import RunConfig
 from llama_ssp.speculate.engine.loop import Decoder
 from llama_ssp.speculate.engine.round import DraftChoice
-from llama_ssp.untyped import Parsed
+from llama_ssp.types import Parsed
 
 COSTS_FILE = "round_costs.json"
 

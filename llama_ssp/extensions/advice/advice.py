@@ -41,7 +41,7 @@ from llama_ssp.planning.timing import Timing, timing
 from llama_ssp.settings.drafters import SAME
 from llama_ssp.settings.schema import DraftLayout
 from llama_ssp.storage.formats import OWN_DTYPE, formats
-from llama_ssp.words import counted, rounded, said
+from llama_ssp.text.messages import counted, rounded, said
 
 WORTHWHILE_GAIN, CLEAR_GAIN = 1.03, 1.1
 

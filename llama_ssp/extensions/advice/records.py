@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from llama_ssp.fields import setting
-from llama_ssp.groups import MoreSettings
 from llama_ssp.planning.advisers import Adviser
+from llama_ssp.settings.extensions import MoreSettings
+from llama_ssp.settings.fields import setting
 from llama_ssp.settings.schema import PlanConfig
 
 CHOICES = Adviser(

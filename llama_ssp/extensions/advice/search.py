@@ -16,7 +16,6 @@ from llama_ssp import catalogue
 from llama_ssp.architectures.family import inventory
 from llama_ssp.catalogue import ModelConfig
 from llama_ssp.errors import PlacementError
-from llama_ssp.groups import MORE
 from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.planning.acceptance import expected_of_spec
 from llama_ssp.planning.layouts import layouts
@@ -27,12 +26,13 @@ from llama_ssp.planning.spec import PlanSpec, on_block, spec_of_plan, without_dr
 from llama_ssp.planning.timing import Timing, timing
 from llama_ssp.run.tasks import dry_run
 from llama_ssp.settings.drafters import SAME
+from llama_ssp.settings.extensions import MORE
 from llama_ssp.settings.lengths import finder
 from llama_ssp.settings.rules import AT_ZERO, DEFAULT
 from llama_ssp.settings.schema import DraftLayout, PlanConfig
 from llama_ssp.settings.trees import tree_shape
 from llama_ssp.storage.formats import NO_QUANTIZATION, format_of, formats
-from llama_ssp.words import value_of
+from llama_ssp.text.messages import value_of
 
 MOST_NODES = 4
 """Nodes that are tried if one has too little room."""

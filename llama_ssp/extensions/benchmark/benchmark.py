@@ -39,12 +39,12 @@ from llama_ssp.run.session import Session
 from llama_ssp.run.tasks.dry_run import forecast
 from llama_ssp.settings.drafters import SAME, draft_label, drafter_of, vocabulary_of
 from llama_ssp.settings.schema import RunConfig, SamplingConfig
+from llama_ssp.settings.weight_changes import changes_of
 from llama_ssp.speculate.engine.completion import RowCompletion, StopRequest
 from llama_ssp.speculate.engine.loop import Decoder
 from llama_ssp.speculate.engine.state import Request, count_equal_before
 from llama_ssp.storage.formats import format_of
 from llama_ssp.terminal.progress import Pace, RunProgress
-from llama_ssp.weight_changes import changes_of
 
 GENERATE, ASSISTED = "generate", "assisted"
 _PASS = "pass"

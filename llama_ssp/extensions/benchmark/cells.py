@@ -6,7 +6,7 @@ from typing import ClassVar, TypeAlias
 
 from llama_ssp.reports.records import PLAIN, SPECULATIVE, Line, ResultFigures, ResultTable
 from llama_ssp.reports.tables import number
-from llama_ssp.words import decimal, share
+from llama_ssp.text.messages import decimal, share
 
 CellKey: TypeAlias = tuple[int, int, int | None]
 """The (prompt_tokens, batch_size, num_draft_tokens) that identifies a measured cell when a benchmark is resumed."""

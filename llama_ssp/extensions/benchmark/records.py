@@ -4,8 +4,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
-from llama_ssp.fields import made, setting
 from llama_ssp.settings.drafters import drafts
+from llama_ssp.settings.fields import made, setting
 from llama_ssp.settings.schema import RunConfig, TaskConfig
 from llama_ssp.settings.tasks import NoEffect, TaskSpec
 

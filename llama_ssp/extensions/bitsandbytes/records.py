@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from llama_ssp.foreign import Counterpart
+from llama_ssp.settings.aliases import Counterpart
 from llama_ssp.storage import tools
 from llama_ssp.storage.formats import (
     WORD_BYTES,
@@ -20,7 +20,7 @@ from llama_ssp.storage.formats import (
     Product,
     StorageFormat,
 )
-from llama_ssp.words import installing
+from llama_ssp.text.messages import installing
 
 NF4_GROUP = 64
 """Inputs that share a word."""

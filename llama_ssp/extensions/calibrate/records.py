@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from llama_ssp.fields import setting
 from llama_ssp.settings.commands import Command
+from llama_ssp.settings.fields import setting
 from llama_ssp.settings.schema import RunConfig, TaskConfig
 from llama_ssp.settings.tasks import NoEffect, TaskSpec
 

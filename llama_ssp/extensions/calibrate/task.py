@@ -32,7 +32,7 @@ from llama_ssp.ranks.world import World
 from llama_ssp.run import calibration
 from llama_ssp.settings.schema import RunConfig
 from llama_ssp.terminal.terminal import ShowProgress, Terminal
-from llama_ssp.untyped import Parsed
+from llama_ssp.types import Parsed
 
 _SUMS = "this machine"
 PROMPT_SHARE = 0.75

@@ -29,13 +29,13 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from llama_ssp.extensions.copies.records import TABLE_BITS, NgramConfig
+from llama_ssp.models.graph_inputs import Workspace
 from llama_ssp.models.prefill import Buckets, Prompts
 from llama_ssp.models.upload import to_device
 from llama_ssp.speculate.drafters.drafter import DrafterParts, with_forced
 from llama_ssp.speculate.sampling.context import Rows
 from llama_ssp.speculate.sampling.draft import Draft
 from llama_ssp.speculate.sampling.trees import Tree
-from llama_ssp.workspaces import Workspace
 
 _NO_TOKEN, _MOST_SLOTS = -1, 2**32
 _FACTOR = 0x5851F42D4C957F2D  # of a multiplicative hash modulo 2^64, below 2^63

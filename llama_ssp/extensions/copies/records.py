@@ -6,12 +6,12 @@ from typing import Any
 
 from llama_ssp.catalogue import read_path
 from llama_ssp.errors import ConfigError
-from llama_ssp.fields import setting
-from llama_ssp.groups import Range
 from llama_ssp.settings.drafters import DrafterRecord, DraftTerms, RoundSizes
+from llama_ssp.settings.extensions import Range
+from llama_ssp.settings.fields import setting
 from llama_ssp.settings.schema import DrafterConfig, RunConfig
 from llama_ssp.settings.tasks import NoEffect
-from llama_ssp.words import said
+from llama_ssp.text.messages import said
 
 MOST_CORPUS_TOKENS = 2**20
 """Tokens of the longest corpus."""

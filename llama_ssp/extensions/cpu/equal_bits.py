@@ -15,7 +15,7 @@ from llama_ssp.settings.combinations import Ability, on_gpus
 from llama_ssp.settings.drafters import reads_draft_probs
 from llama_ssp.settings.schema import PlanConfig, RunConfig
 from llama_ssp.storage.formats import FORMATS, NO_QUANTIZATION
-from llama_ssp.words import said
+from llama_ssp.text.messages import said
 
 
 def lacking(config: RunConfig) -> str | None:

@@ -13,7 +13,7 @@ from llama_ssp.extensions.cpu.tracing import Traced
 from llama_ssp.speculate.engine.executors import filled, tensors_of
 from llama_ssp.speculate.engine.round import Executor, Round, Stage
 from llama_ssp.speculate.engine.state import BatchState
-from llama_ssp.untyped import Values
+from llama_ssp.types import Values
 
 _STATE = len(BatchState._fields)
 

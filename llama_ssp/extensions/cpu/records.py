@@ -1,7 +1,7 @@
 """The records of CPUs: what takes the place of torch's operators there."""
 
 from llama_ssp.extensions.cpu.equal_bits import ABILITY
-from llama_ssp.operators import DeviceOperator
+from llama_ssp.registry.operators import DeviceOperator
 
 _EXTENSION = "llama_ssp.extensions.cpu"
 

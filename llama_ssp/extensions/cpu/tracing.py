@@ -27,8 +27,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from llama_ssp.extensions.cpu.sums import recording, take_error
-from llama_ssp.untyped import LibraryPart
-from llama_ssp.workspaces import Leaf, find_tensors
+from llama_ssp.models.graph_inputs import Leaf, find_tensors
+from llama_ssp.types import LibraryPart
 
 _Result = TypeVar("_Result", bound=Tensor | tuple[Tensor, ...])
 

@@ -14,7 +14,7 @@ from llama_ssp.planning.weights import model_bytes, shares
 from llama_ssp.settings.backends import Backend
 from llama_ssp.settings.layout import named
 from llama_ssp.storage.formats import format_of
-from llama_ssp.words import said
+from llama_ssp.text.messages import said
 
 _KIND = "placement.target.kind=deepspeed"
 

@@ -7,8 +7,8 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any, cast
 
 from llama_ssp.extensions.evaluate.audit.records import AUDIT, AUDIT_COMMAND, SWAPS  # noqa: F401 - registries read them
-from llama_ssp.fields import made, setting, with_value
 from llama_ssp.registry import Registry
+from llama_ssp.settings.fields import made, setting, with_value
 from llama_ssp.settings.schema import RunConfig, TaskConfig
 from llama_ssp.settings.tasks import NoEffect, TaskSpec, default_of, default_prompts
 

@@ -13,7 +13,7 @@ from llama_ssp.settings.combinations import Ability, on_gpus
 from llama_ssp.settings.drafters import reads_draft_probs, sees_window
 from llama_ssp.settings.schema import RunConfig
 from llama_ssp.storage.formats import FORMATS, few_rows_bytes
-from llama_ssp.words import key_of, said
+from llama_ssp.text.messages import key_of, said
 
 
 def lacking(config: RunConfig) -> str | None:

@@ -20,8 +20,8 @@ from llama_ssp.kernels.attention_by_length import VarlenAttention, fault_of
 from llama_ssp.kernels.equal_bits import EqualBits
 from llama_ssp.kernels.linear import Kernel, Linear, PlainLinear, make_linear
 from llama_ssp.kernels.parts import Heads, KeptRows, Sequences
+from llama_ssp.models.graph_inputs import find_parts
 from llama_ssp.models.quantization.weight_only import WeightOnlyLinear
-from llama_ssp.workspaces import find_parts
 
 _ROWS_AT_ONCE = 4096
 """Rows of a call: kernels count the places of numbers in 32 bits."""

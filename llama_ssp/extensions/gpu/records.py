@@ -1,7 +1,7 @@
 """The records of GPUs: operators that take the place of torch's there."""
 
 from llama_ssp.extensions.gpu.equal_bits import ABILITY
-from llama_ssp.operators import DeviceOperator
+from llama_ssp.registry.operators import DeviceOperator
 
 _EXTENSION = "llama_ssp.extensions.gpu"
 

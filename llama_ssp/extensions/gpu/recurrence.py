@@ -9,7 +9,7 @@ from torch import Tensor
 
 from llama_ssp.extensions.gpu.attempts import attempt, check, is_current
 from llama_ssp.models.states import LayerState, StateCache, StateView
-from llama_ssp.untyped import LibraryPart
+from llama_ssp.types import LibraryPart
 
 Mix = Callable[[LibraryPart, Tensor, StateView], Tensor]
 """The forward of a layer on our states, with its `own_kernels` or without."""

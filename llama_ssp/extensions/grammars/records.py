@@ -17,14 +17,14 @@ from typing import Any
 from llama_ssp.catalogue import read_path
 from llama_ssp.errors import ConfigError
 from llama_ssp.extensions.grammars.schemas import written
-from llama_ssp.fields import made, setting
-from llama_ssp.foreign import Counterpart
-from llama_ssp.groups import MoreSettings
+from llama_ssp.settings.aliases import Counterpart
 from llama_ssp.settings.combinations import Ability
 from llama_ssp.settings.constraints import ConstraintRecord
+from llama_ssp.settings.extensions import MoreSettings
+from llama_ssp.settings.fields import made, setting
 from llama_ssp.settings.schema import RunConfig, SamplingConfig
 from llama_ssp.settings.tasks import NoEffect, ServedField, task_of
-from llama_ssp.words import installing, key_of, listed, said
+from llama_ssp.text.messages import installing, key_of, listed, said
 
 MOST_BYTES = 1 << 18
 """The most bytes of a grammar: larger ones take seconds to read."""

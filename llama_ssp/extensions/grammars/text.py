@@ -16,9 +16,9 @@ from llama_ssp.errors import ConfigError
 from llama_ssp.extensions.grammars.records import given_of, grammar_of, refusal_of
 from llama_ssp.settings.schema import SamplingConfig
 from llama_ssp.speculate.engine.masks import WORD, Nodes, Vocabulary
-from llama_ssp.token_bytes import reader_of
-from llama_ssp.untyped import LibraryPart
-from llama_ssp.words import key_of
+from llama_ssp.text.messages import key_of
+from llama_ssp.text.token_bytes import reader_of
+from llama_ssp.types import LibraryPart
 
 MOST_ITEMS = 20_000
 """The most parts of a grammar that may follow a place: a mask with more of them would take 0.1 s."""

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from llama_ssp.architectures.engine import CATCH_UP_CHUNK, PREFILL_CHUNK
+from llama_ssp.models.graph_inputs import Workspace
 from llama_ssp.models.prefill import Buckets, Held, Prompts, read_prompts
 from llama_ssp.models.upload import to_device
 from llama_ssp.speculate.drafters.drafter import DrafterParts, StepwiseDrafter
 from llama_ssp.speculate.sampling.context import Rows
 from llama_ssp.speculate.sampling.trees import Level, ReadLevel
-from llama_ssp.workspaces import Workspace
 
 if TYPE_CHECKING:
     from llama_ssp.extensions.heads.protocol import Head

@@ -41,7 +41,7 @@ from llama_ssp.extensions.heads.kinds import (
     refuse_other_heads,
 )
 from llama_ssp.extensions.heads.reaches import ALL, OF_REACHES, SLIDING, Reach, beside, reaches_of
-from llama_ssp.untyped import Parsed
+from llama_ssp.types import Parsed
 
 _LAYERS_BEFORE = "target_layer_ids"
 _MASKS = "mask_token_id", "ptd_token_id"

@@ -12,7 +12,7 @@ from llama_ssp.extensions.heads.modules_drafter import ModulesDrafter
 from llama_ssp.extensions.heads.mtp import reads_before_norm
 from llama_ssp.extensions.modules.runner import ModuleRunner
 from llama_ssp.speculate.drafters.drafter import DrafterParts
-from llama_ssp.untyped import LibraryPart
+from llama_ssp.types import LibraryPart
 
 
 class MtpRunner(ModuleRunner):

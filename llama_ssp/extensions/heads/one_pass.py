@@ -34,13 +34,13 @@ from llama_ssp.kernels.attention_by_length import VarlenAttention
 from llama_ssp.kernels.between import OwnKernels, gated
 from llama_ssp.kernels.linear import Linear, make_linear
 from llama_ssp.kernels.parts import RmsNorm
+from llama_ssp.models.graph_inputs import PerBucket, Workspace
 from llama_ssp.models.llama.attention import Attend, LayerAttention, attend_by_mask
 from llama_ssp.models.llama.layer import Layer, Stream, added, rows_at
 from llama_ssp.models.runner import TreePlaces
 from llama_ssp.models.vocabulary import own_part
 from llama_ssp.models.weights import Loading, Weights
 from llama_ssp.ranks.comms import Reads, best_of
-from llama_ssp.workspaces import PerBucket, Workspace
 
 
 class _Markov:

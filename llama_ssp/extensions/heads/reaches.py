@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from llama_ssp.errors import CheckpointError
 from llama_ssp.extensions.heads.kinds import DEEPSPEC, DFLASH2, SPECULATOR, classes_of, fields_of_blocks
-from llama_ssp.untyped import Parsed
+from llama_ssp.types import Parsed
 
 SLIDING, _TYPES = "sliding_attention", {"sliding_attention", "full_attention"}
 _OF_WINDOWS = "layer_types", "sliding_window", "use_sliding_window", "max_window_layers"

@@ -6,16 +6,16 @@ from dataclasses import dataclass
 from llama_ssp import catalogue
 from llama_ssp.architectures.model_files import num_layers_ahead
 from llama_ssp.catalogue import ModelConfig
-from llama_ssp.draft_heads import DraftHead
 from llama_ssp.extensions.heads.layouts import BLOCK_HEAD, HEAD, PARALLEL_HEAD, is_padded_alike, read_head_config
 from llama_ssp.extensions.heads.mtp import MTP_KINDS, check_mtp, no_mtp
-from llama_ssp.fields import setting
-from llama_ssp.groups import MoreSettings
 from llama_ssp.settings.combinations import Ability, num_steps
+from llama_ssp.settings.draft_heads import DraftHead
 from llama_ssp.settings.drafters import ModelDraftConfig
+from llama_ssp.settings.extensions import MoreSettings
+from llama_ssp.settings.fields import setting
 from llama_ssp.settings.schema import RunConfig
 from llama_ssp.settings.tasks import NoEffect, task_of
-from llama_ssp.words import said
+from llama_ssp.text.messages import said
 
 FAMILIES = HEAD, PARALLEL_HEAD, BLOCK_HEAD
 _MTP = "mtp"

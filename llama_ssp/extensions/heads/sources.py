@@ -43,7 +43,7 @@ from llama_ssp.extensions.heads.mtp import (
     with_join,
 )
 from llama_ssp.models.loading import vocabulary_of, with_modules
-from llama_ssp.untyped import Parsed
+from llama_ssp.types import Parsed
 from llama_ssp.weights.checkpoint import Checkpoint, inspect, shape_of
 from llama_ssp.weights.in_memory import kept
 from llama_ssp.weights.source import TensorFacts, Wanted, WeightSource

@@ -15,7 +15,7 @@ from transformers.masking_utils import sdpa_mask
 
 from llama_ssp.extensions.modules.latents import LATENT, attend_latents
 from llama_ssp.models.attention import attend_by_position
-from llama_ssp.untyped import LibraryPart
+from llama_ssp.types import LibraryPart
 
 Form = Callable[..., tuple[Tensor, None]]
 

@@ -53,9 +53,9 @@ from llama_ssp.models.weights import (
 )
 from llama_ssp.registry import imported
 from llama_ssp.storage.formats import NO_QUANTIZATION, easiest_format
-from llama_ssp.untyped import LibraryPart
+from llama_ssp.text.messages import said
+from llama_ssp.types import LibraryPart
 from llama_ssp.weights.source import WeightSource, tap_source
-from llama_ssp.words import said
 
 
 class _Buffer(nn.Parameter):

@@ -24,7 +24,7 @@ from llama_ssp.extensions.modules.latents import projections
 from llama_ssp.extensions.modules.layers import layer_of
 from llama_ssp.extensions.modules.recurrent import mixers_of, shared_heads, state_of
 from llama_ssp.extensions.modules.tensor_parallel import RECURRENT, cut_dim
-from llama_ssp.untyped import LibraryPart
+from llama_ssp.types import LibraryPart
 from llama_ssp.weights.checkpoint import inspect
 from llama_ssp.weights.source import WeightSource
 

@@ -17,7 +17,7 @@ from llama_ssp.architectures.matrices import distinct
 from llama_ssp.kernels.linear import Kernel, native_of
 from llama_ssp.models.quantization.weight_only import JoinedExperts, join_experts
 from llama_ssp.storage.formats import FEW_ROWS
-from llama_ssp.untyped import LibraryPart
+from llama_ssp.types import LibraryPart
 
 
 def can_be_own(module: LibraryPart) -> bool:

@@ -20,7 +20,7 @@ from llama_ssp.errors import CheckpointError
 from llama_ssp.extensions.modules.latents import use_latents
 from llama_ssp.extensions.modules.records.decoders import GPT_NEO
 from llama_ssp.registry import imported
-from llama_ssp.untyped import LibraryPart
+from llama_ssp.types import LibraryPart
 from llama_ssp.weights.source import WeightSource
 
 

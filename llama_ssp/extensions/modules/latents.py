@@ -27,7 +27,7 @@ from llama_ssp.architectures.engine import expands_latents
 from llama_ssp.kernels.latents import find_attention
 from llama_ssp.kernels.linear import Kernel
 from llama_ssp.kernels.parts import KeptRows
-from llama_ssp.untyped import LibraryPart
+from llama_ssp.types import LibraryPart
 
 LATENT = "latent"
 """The name under which transformers knows `attend_latents`."""

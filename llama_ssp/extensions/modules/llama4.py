@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from transformers.integrations.moe import use_experts_implementation
 
 from llama_ssp.extensions.modules.attention import TEMPERED
-from llama_ssp.untyped import LibraryPart
+from llama_ssp.types import LibraryPart
 
 
 def adapt(model: PreTrainedModel) -> None:

@@ -21,8 +21,8 @@ from llama_ssp.models.weights import Loading
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.registry import imported
 from llama_ssp.storage.formats import format_of
+from llama_ssp.text.messages import said
 from llama_ssp.weights.source import WeightSource, tap_source
-from llama_ssp.words import said
 
 
 def load_library(loading: Loading) -> ModuleRunner:

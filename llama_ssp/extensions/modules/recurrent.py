@@ -17,10 +17,10 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
-from llama_ssp import operators
 from llama_ssp.kernels.recurrence import HeadLayout, Steps, recur
 from llama_ssp.models.states import LayerState, StateView
-from llama_ssp.untyped import LibraryPart
+from llama_ssp.registry import operators
+from llama_ssp.types import LibraryPart
 
 _Mix = Callable[[Any, Tensor, StateView], Tensor]
 _SAME_PARTS = ("norm", "o_norm"), ("out_proj", "o_proj")

@@ -29,7 +29,7 @@ from llama_ssp.models.vocabulary import own_part
 from llama_ssp.ranks.comms import Comm, Reads, best_of
 from llama_ssp.ranks.stages import WHOLE_MODEL, ModelStage
 from llama_ssp.storage.formats import OWN_DTYPE
-from llama_ssp.untyped import LibraryPart, Values
+from llama_ssp.types import LibraryPart, Values
 
 _COMPARED_TOKENS, _COMPARED_PIECE, _COMPARED_WINDOW = 24, 8, 6
 _WINDOWS = "sliding_window", "attention_chunk_size"

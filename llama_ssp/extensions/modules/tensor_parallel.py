@@ -41,7 +41,7 @@ from llama_ssp.extensions.modules.recurrent import shared_heads
 from llama_ssp.models.vocabulary import embed
 from llama_ssp.models.weights import Slice
 from llama_ssp.ranks.comms import Comm
-from llama_ssp.untyped import LibraryPart
+from llama_ssp.types import LibraryPart
 
 EXPERTS = "moe_tp_experts"
 """The library's style of a module of experts, each of which is cut."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
-from llama_ssp.untyped import LibraryPart
+from llama_ssp.types import LibraryPart
 
 
 def causal_class(config_class: type[PretrainedConfig]) -> type[PreTrainedModel]:

@@ -39,16 +39,16 @@ from llama_ssp.api.arguments import known_arguments
 from llama_ssp.api.pair import CLOSED, Completion, CompletionTimes, NewWeights, OneCall, Pair, as_list
 from llama_ssp.catalogue import Dtype
 from llama_ssp.errors import CapacityError, ConfigError, InterruptedRun, LostRankError, SspError
-from llama_ssp.log_probs import CompletionLogProbs
 from llama_ssp.ranks.failures import from_message
 from llama_ssp.ranks.process import launcher_of, read_ranks
 from llama_ssp.reports.reading import restore
 from llama_ssp.run.checkpoints import read_tokenizer
 from llama_ssp.settings.schema import TimeoutConfig
 from llama_ssp.speculate.engine.completion import StopRequest
-from llama_ssp.untyped import Parsed
+from llama_ssp.text.log_probs import CompletionLogProbs
+from llama_ssp.text.messages import in_library_words
+from llama_ssp.types import Parsed
 from llama_ssp.weights.in_memory import check_tensors, weights_of
-from llama_ssp.words import in_library_words
 
 CALLER = "LLAMA_SSP_CALLER"
 """Environment variable of the ranks: the socket of this process."""

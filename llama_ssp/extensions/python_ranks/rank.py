@@ -26,7 +26,7 @@ from llama_ssp.extensions.python_ranks.pair import CALLER
 from llama_ssp.ranks.failures import to_message
 from llama_ssp.ranks.process import read_ranks
 from llama_ssp.speculate.engine.completion import StopRequest
-from llama_ssp.words import in_library_words
+from llama_ssp.text.messages import in_library_words
 
 
 class Caller(BaseStreamer):

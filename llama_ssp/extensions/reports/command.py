@@ -20,7 +20,7 @@ from llama_ssp.registry import load_plugins
 from llama_ssp.reports.formats import FORMATS
 from llama_ssp.run.commands.options import Options, act_on
 from llama_ssp.terminal.unread import complain
-from llama_ssp.words import count, listed
+from llama_ssp.text.messages import count, listed
 
 if TYPE_CHECKING:  # slow to import
     from llama_ssp.reports.runs import Run

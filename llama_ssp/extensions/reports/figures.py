@@ -19,7 +19,7 @@ from llama_ssp.reports.measures import Estimate, RunMeasures, measure, over_runs
 from llama_ssp.reports.records import DISTURBED, NOT_LOSSLESS, PLAIN, SPECULATIVE, PointOverK
 from llama_ssp.reports.runs import SEED, Run, drifts_of, varying_settings
 from llama_ssp.reports.tables import speedup_of
-from llama_ssp.words import visible
+from llama_ssp.text.messages import visible
 
 try:
     import matplotlib.style as mpl_style

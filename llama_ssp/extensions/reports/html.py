@@ -17,7 +17,7 @@ from llama_ssp.reports.measures import LEAST_PROMPTS
 from llama_ssp.reports.records import DISTURBED, MEASURE_COLUMNS, NOT_LOSSLESS, ResultTable
 from llama_ssp.reports.runs import Run, names_of, varying_settings
 from llama_ssp.reports.tables import kinds_table, remarks, repetitions_table, runs_table, table
-from llama_ssp.words import count, decimal, share, visible
+from llama_ssp.text.messages import count, decimal, share, visible
 
 try:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template

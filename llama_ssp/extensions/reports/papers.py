@@ -7,7 +7,7 @@ from llama_ssp.reports.records import DISTURBED, NOT_LOSSLESS, SPECULATIVE
 from llama_ssp.reports.runs import Run, names_of
 from llama_ssp.reports.summary import accepted_by_position, counted_rounds
 from llama_ssp.reports.tables import Cell, Table, kinds_table, number, remarks, repetitions_table, runs_table, table
-from llama_ssp.words import visible
+from llama_ssp.text.messages import visible
 
 _ESCAPED = {
     "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "\\": r"\textbackslash{}", DISTURBED: r"$\dagger$",

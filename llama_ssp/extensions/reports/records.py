@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 
-from llama_ssp.fields import setting
-from llama_ssp.groups import MoreSettings
 from llama_ssp.reports.formats import ReportFormat
 from llama_ssp.settings.commands import Command
+from llama_ssp.settings.extensions import MoreSettings
+from llama_ssp.settings.fields import setting
 from llama_ssp.settings.schema import PlanConfig
 
 HTML = ReportFormat(

@@ -9,7 +9,7 @@ from llama_ssp.reports.measures import PERCENTILES, Estimate, measure
 from llama_ssp.reports.records import PLAIN, SPECULATIVE
 from llama_ssp.reports.runs import Run, drifts_of, names_of, varying_settings
 from llama_ssp.reports.tables import Table, number, speedup_of, table
-from llama_ssp.words import visible
+from llama_ssp.text.messages import visible
 
 _OWN_COLUMNS = ("task", "model", "draft", "ranks", "seed")
 """Facts that every table has, whether they vary or not."""

@@ -20,6 +20,7 @@ from torch import Tensor
 from llama_ssp.architectures.engine import whole_steps
 from llama_ssp.errors import ConfigError
 from llama_ssp.extensions.self_drafts.records import SelfConfig, chosen_layers, small_cache_slots
+from llama_ssp.models.graph_inputs import OwnBuckets
 from llama_ssp.models.prefill import Buckets, Prompts
 from llama_ssp.models.runner import TreePlaces
 from llama_ssp.ranks.comms import Reads
@@ -27,7 +28,6 @@ from llama_ssp.speculate.drafters.drafter import DrafterParts, StepwiseDrafter, 
 from llama_ssp.speculate.sampling.context import Rows
 from llama_ssp.speculate.sampling.draft import Draft
 from llama_ssp.speculate.sampling.trees import Level, ReadLevel
-from llama_ssp.workspaces import OwnBuckets
 
 if TYPE_CHECKING:
     from llama_ssp.models.cache import StaticCache

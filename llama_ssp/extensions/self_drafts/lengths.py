@@ -11,7 +11,7 @@ from llama_ssp.planning.printed import accepted
 from llama_ssp.planning.spec import PlanSpec
 from llama_ssp.planning.timing import CostModel, Timing, timing
 from llama_ssp.storage.formats import OWN_DTYPE
-from llama_ssp.words import listed, rounded, said
+from llama_ssp.text.messages import listed, rounded, said
 
 LEAST_SHARE = 0.5
 """A share of the bytes that a step reads: where keys and values are less, weights decide."""

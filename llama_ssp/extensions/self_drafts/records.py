@@ -6,15 +6,15 @@ from typing import Any
 
 from llama_ssp.architectures.family import record_of
 from llama_ssp.catalogue import ModelConfig
-from llama_ssp.fields import setting
-from llama_ssp.groups import Range
 from llama_ssp.planning.advisers import Adviser
 from llama_ssp.settings.backends import backend_of
 from llama_ssp.settings.drafters import DrafterRecord, DraftTerms, RoundSizes
+from llama_ssp.settings.extensions import Range
+from llama_ssp.settings.fields import setting
 from llama_ssp.settings.schema import DrafterConfig, RunConfig
 from llama_ssp.settings.tasks import NoEffect
 from llama_ssp.storage.formats import FORMATS
-from llama_ssp.words import key_of, said
+from llama_ssp.text.messages import key_of, said
 
 KIND = "self"
 """The value of `draft.kind`."""

@@ -11,12 +11,12 @@ from typing import Any, NamedTuple, Self
 
 from transformers import PreTrainedTokenizerBase
 
-from llama_ssp.groups import whole
-from llama_ssp.log_probs import TokenLogprob
+from llama_ssp.settings.extensions import whole
 from llama_ssp.settings.schema import SamplingConfig
 from llama_ssp.speculate.engine.likelihoods import ScoredText
 from llama_ssp.speculate.engine.state import Request
 from llama_ssp.speculate.engine.text import StopStrings
+from llama_ssp.text.log_probs import TokenLogprob
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

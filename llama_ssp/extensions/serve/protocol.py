@@ -17,7 +17,6 @@ from uuid import uuid4
 from transformers import PreTrainedTokenizerBase
 
 from llama_ssp.architectures.model_files import is_deep
-from llama_ssp.continuation import TextAfter
 from llama_ssp.errors import ConfigError, SspError, unknown_name
 from llama_ssp.extensions.serve.inbox import Part, RequestError, ServedRequest
 from llama_ssp.extensions.serve.thoughts import ThoughtReader, Thoughts, thoughts_of
@@ -35,8 +34,9 @@ from llama_ssp.speculate.engine.masks import prepare_constraint
 from llama_ssp.speculate.engine.state import count_equal_before
 from llama_ssp.speculate.engine.text import IncrementalText, StopStrings
 from llama_ssp.speculate.sampling.by_row import MOST_ENDS
-from llama_ssp.token_bytes import reader_of
-from llama_ssp.words import in_library_words
+from llama_ssp.text.detokenize import TextAfter
+from llama_ssp.text.messages import in_library_words
+from llama_ssp.text.token_bytes import reader_of
 
 MOST_SAMPLES, MOST_PROMPTS, MOST_STOPS, MOST_STOP, MOST_TOP, MOST_DRAFTED = 128, 1024, 16, 256, 20, 1024
 _NUMBER, _WHOLE, _FLAG, _TEXT, _OBJECT = "a number", "a whole number", "true or false", "a text", "an object"

@@ -12,15 +12,15 @@ from typing import Any, cast
 
 from llama_ssp.catalogue import ending_of
 from llama_ssp.errors import ConfigError
-from llama_ssp.fields import made, setting
-from llama_ssp.groups import MoreSettings
 from llama_ssp.reports.reading import read_json
 from llama_ssp.run.prompts import lines_of
 from llama_ssp.settings.combinations import clashes
 from llama_ssp.settings.commands import Command
+from llama_ssp.settings.extensions import MoreSettings
+from llama_ssp.settings.fields import made, setting
 from llama_ssp.settings.schema import RunConfig, TaskConfig, TimeoutConfig
 from llama_ssp.settings.tasks import NoEffect, RequestFile, TaskSpec
-from llama_ssp.words import installing, said
+from llama_ssp.text.messages import installing, said
 
 MOST_TOKENS, NUM_ROWS = 4096, 8
 _OF_BODIES = (

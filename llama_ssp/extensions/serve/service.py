@@ -25,7 +25,6 @@ from llama_ssp.errors import ConfigError, SspError
 from llama_ssp.extensions.serve.inbox import Inbox, Part, RequestError, ServedRequest
 from llama_ssp.extensions.serve.records import ServeTimeouts
 from llama_ssp.extensions.serve.structures import Structures
-from llama_ssp.log_probs import part as some_of
 from llama_ssp.ranks.failures import from_rank_0
 from llama_ssp.run.decoders import build_decoder
 from llama_ssp.run.session import Session
@@ -39,6 +38,7 @@ from llama_ssp.speculate.engine.masks import Begin, prepare_constraint
 from llama_ssp.speculate.engine.results import Update
 from llama_ssp.speculate.engine.state import Request
 from llama_ssp.speculate.engine.verifier import NEWS
+from llama_ssp.text.log_probs import part as some_of
 
 _log = logging.getLogger(__name__)
 _BEAT_S, _SOON_S = 1.0, 0.01

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from llama_ssp.continuation import TextAfter
 from llama_ssp.extensions.serve.tools import num_begun, special_marks
+from llama_ssp.text.detokenize import TextAfter
 
 _MARKS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 _NUM_LAST = 16

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from llama_ssp.architectures.model_files import is_deep
 from llama_ssp.extensions.serve.inbox import RequestError
 from llama_ssp.speculate.engine.text import IncrementalText, Piece
-from llama_ssp.untyped import Parsed
+from llama_ssp.types import Parsed
 
 MOST_TOOLS, MOST_DEPTH = 128, 256
 """Tools of a request, and objects and lists that may stand inside each other."""

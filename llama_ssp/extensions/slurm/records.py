@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from llama_ssp.fields import made, setting
 from llama_ssp.settings.commands import Topic
+from llama_ssp.settings.fields import made, setting
 from llama_ssp.settings.launchers import Launcher
 
 

@@ -36,7 +36,7 @@ from llama_ssp.settings import checks
 from llama_ssp.settings.launchers import LAUNCHER
 from llama_ssp.settings.schema import PlanFormat, RunConfig
 from llama_ssp.terminal.unread import complain
-from llama_ssp.words import visible
+from llama_ssp.text.messages import visible
 
 _SCRIPT = catalogue.conf_dir().parent / "launch" / "slurm.sbatch"
 # Variables of the submitting process that the job would take for its own. Users have others such as GROUP_HOME.

@@ -5,10 +5,10 @@ from dataclasses import dataclass, field, replace
 from typing import cast
 
 from llama_ssp import catalogue
-from llama_ssp.fields import setting
-from llama_ssp.groups import MoreSettings
 from llama_ssp.settings.combinations import Ability
 from llama_ssp.settings.commands import Topic
+from llama_ssp.settings.extensions import MoreSettings
+from llama_ssp.settings.fields import setting
 from llama_ssp.settings.schema import PlanConfig, RunConfig
 from llama_ssp.settings.tasks import NoEffect, task_of
 from llama_ssp.settings.weights import WeightsRecord

@@ -22,11 +22,11 @@ from transformers import LlamaConfig, PretrainedConfig
 from llama_ssp import catalogue
 from llama_ssp.architectures.model_files import read_json
 from llama_ssp.catalogue import ModelShape
-from llama_ssp.draft_heads import HEADS
 from llama_ssp.errors import ConfigError
 from llama_ssp.extensions.synthetic.expansion import Implant, obstacle
 from llama_ssp.extensions.synthetic.records import AGREEMENT_FILE, agreement_of
 from llama_ssp.registry import imported
+from llama_ssp.settings.draft_heads import HEADS
 from llama_ssp.settings.schema import RunConfig
 from llama_ssp.weights import hub
 from llama_ssp.weights.checkpoint import Checkpoint, inspect

@@ -12,14 +12,14 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from llama_ssp.continuation import TextAfter
 from llama_ssp.errors import ConfigError
 from llama_ssp.extensions.tokenizers.records import MOST_PIECES, OWN, no_effect
 from llama_ssp.run.checkpoints import Source
 from llama_ssp.settings.drafters import free_drafts
 from llama_ssp.settings.schema import DrafterConfig
-from llama_ssp.token_bytes import reader_of
-from llama_ssp.words import said
+from llama_ssp.text.detokenize import TextAfter
+from llama_ssp.text.messages import said
+from llama_ssp.text.token_bytes import reader_of
 
 Meaning = bytes | str
 """The bytes that a token adds to a text; for a special token, which adds nothing, its name."""

@@ -34,6 +34,7 @@ from torch.nn.utils.rnn import pad_sequence
 from llama_ssp.architectures.engine import draft_slots
 from llama_ssp.extensions.tokenizers.alignment import Alignment
 from llama_ssp.extensions.tokenizers.records import OWN_SLOTS_PER_SLOT
+from llama_ssp.models.graph_inputs import OwnBuckets, Workspace
 from llama_ssp.models.prefill import Buckets, Held, Prompts, read_prompts
 from llama_ssp.models.runner import Runner
 from llama_ssp.models.upload import to_device
@@ -41,7 +42,6 @@ from llama_ssp.ranks.comms import Comm
 from llama_ssp.speculate.drafters.drafter import DrafterParts, StepwiseDrafter, catch_up
 from llama_ssp.speculate.sampling.context import Rows
 from llama_ssp.speculate.sampling.trees import Level, ReadLevel
-from llama_ssp.workspaces import OwnBuckets, Workspace
 
 
 class VocabularyMap(NamedTuple):

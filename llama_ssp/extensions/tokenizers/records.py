@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from enum import Enum
 
 from llama_ssp.catalogue import is_hub_id
-from llama_ssp.fields import setting
-from llama_ssp.groups import MoreSettings
 from llama_ssp.settings.combinations import Ability
 from llama_ssp.settings.drafters import DraftVocabulary, ModelDraftConfig, vocabulary_of
+from llama_ssp.settings.extensions import MoreSettings
+from llama_ssp.settings.fields import setting
 from llama_ssp.settings.schema import RunConfig
 from llama_ssp.settings.tasks import NoEffect, task_of
 

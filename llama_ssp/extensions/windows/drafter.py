@@ -20,6 +20,7 @@ from torch import Tensor
 from llama_ssp.architectures.engine import PREFILL_CHUNK, window_slots
 from llama_ssp.errors import ConfigError
 from llama_ssp.extensions.windows.records import WindowConfig
+from llama_ssp.models.graph_inputs import OwnBuckets, Workspace
 from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.models.prefill import Buckets, Prompts
 from llama_ssp.models.runner import TreePlaces
@@ -27,8 +28,7 @@ from llama_ssp.models.upload import to_device
 from llama_ssp.ranks.comms import Reads
 from llama_ssp.speculate.drafters.drafter import DrafterParts
 from llama_ssp.speculate.drafters.model import ModelDrafter
-from llama_ssp.words import key_of
-from llama_ssp.workspaces import OwnBuckets, Workspace
+from llama_ssp.text.messages import key_of
 
 
 class _Tables(Workspace):

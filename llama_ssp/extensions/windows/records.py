@@ -4,14 +4,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from llama_ssp.architectures.family import record_of
-from llama_ssp.draft_heads import head_in_target
-from llama_ssp.fields import setting
-from llama_ssp.groups import MoreSettings
 from llama_ssp.settings.combinations import Ability
+from llama_ssp.settings.draft_heads import head_in_target
 from llama_ssp.settings.drafters import DraftCache, ModelDraftConfig
+from llama_ssp.settings.extensions import MoreSettings
+from llama_ssp.settings.fields import setting
 from llama_ssp.settings.schema import RunConfig
 from llama_ssp.settings.tasks import NoEffect, task_of
-from llama_ssp.words import key_of, said
+from llama_ssp.text.messages import key_of, said
 
 
 @dataclass(kw_only=True)

@@ -31,8 +31,8 @@ from llama_ssp.kernels.linear import NativeLinear
 from llama_ssp.kernels.parts import Heads, KeptRows, RmsNorm, Sequences
 from llama_ssp.models.attention import attend_by_position
 from llama_ssp.models.cache import BufferOf, CacheView
+from llama_ssp.models.graph_inputs import Workspace
 from llama_ssp.models.runner import Pieces, TreePlaces
-from llama_ssp.workspaces import Workspace
 
 Attend = Callable[[Tensor, Tensor, Tensor, Heads], Tensor]
 """Maps queries (M, H, D), keys and values as `LayerBuffer` has them, and the heads to (M, H * D)."""

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from llama_ssp import operators
 from llama_ssp.architectures.matrices import Cut, RankShard, vocabulary_parts
 from llama_ssp.kernels.attention_by_length import VarlenAttention, find_varlen, unpacking
 from llama_ssp.kernels.between import OwnKernels, rotate_write
@@ -39,6 +38,7 @@ from llama_ssp.models.stages import entering, leaving
 from llama_ssp.models.vocabulary import embed, own_part
 from llama_ssp.models.weights import Loading, Weights
 from llama_ssp.ranks.comms import Reads, best_of
+from llama_ssp.registry import operators
 
 
 class LeanRunner(CachedRunner):

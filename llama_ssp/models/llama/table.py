@@ -28,7 +28,7 @@ from llama_ssp.architectures.family import check_servable, inventory, record_of
 from llama_ssp.architectures.matrices import HEAD_CUTS, Inventory, Matrix, WholeParts, cut_of
 from llama_ssp.catalogue import ModelShape
 from llama_ssp.models.weights import LINEAR, OTHER, Loading, Matched, Parameter, StoredSlice, Weights, config_errors
-from llama_ssp.untyped import LibraryPart
+from llama_ssp.types import LibraryPart
 from llama_ssp.weights.source import TapSource, WeightSource, tap_source
 
 EMBEDDING, OUTPUT, LAST_NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from llama_ssp import operators
 from llama_ssp.kernels.linear import FewRows, Linear, added
+from llama_ssp.registry import operators
 from llama_ssp.storage.formats import FEW_ROWS, UNPACKED_WEIGHTS
 
 _QUANTIZED_ELEMENTS = {"cpu": 2**17, "cuda": 2**24}

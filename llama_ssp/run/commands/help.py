@@ -15,20 +15,20 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from llama_ssp import catalogue
 from llama_ssp.errors import ConfigError, unknown_name
-from llama_ssp.fields import help_of
-from llama_ssp.foreign import counterparts
-from llama_ssp.groups import whole
 from llama_ssp.reports.formats import FORMATS
+from llama_ssp.settings.aliases import counterparts
 from llama_ssp.settings.backends import backends
 from llama_ssp.settings.commands import COMMANDS, TOPICS
 from llama_ssp.settings.drafters import drafters, free_drafts
+from llama_ssp.settings.extensions import whole
+from llama_ssp.settings.fields import help_of
 from llama_ssp.settings.launchers import LAUNCHER, LAUNCHERS
 from llama_ssp.settings.lengths import CHOOSERS, choosers_said
 from llama_ssp.settings.schema import DERIVED, PlanConfig, RunConfig
 from llama_ssp.settings.tasks import REQUEST_FILES, task_specs
 from llama_ssp.settings.weights import WEIGHTS
 from llama_ssp.storage.formats import formats
-from llama_ssp.words import listed, visible
+from llama_ssp.text.messages import listed, visible
 
 _ALL, _WIDTH = "all", 118
 _PLACE = re.compile(r"^ *\{(\w+)([^}\n]*)\}\n", re.MULTILINE)

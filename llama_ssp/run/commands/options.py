@@ -7,7 +7,7 @@ from typing import NoReturn
 
 from llama_ssp.errors import ConfigError, SspError
 from llama_ssp.terminal.unread import complain, until_unread
-from llama_ssp.words import visible
+from llama_ssp.text.messages import visible
 
 
 class Options(argparse.ArgumentParser):

@@ -19,7 +19,6 @@ from typing import cast
 
 from llama_ssp import catalogue
 from llama_ssp.errors import ConfigError, SspError, refuse
-from llama_ssp.groups import MORE, chooser_of
 from llama_ssp.machines import hardware
 from llama_ssp.planning.memory import fullest_rank
 from llama_ssp.planning.notes import refusals
@@ -30,6 +29,7 @@ from llama_ssp.run.commands import help as help_page
 from llama_ssp.run.commands.options import Options, act_on
 from llama_ssp.run.tasks.dry_run import figures_of, plan_on, resolve, show_machines, show_plan
 from llama_ssp.settings.compose import Known, compose, to_run_config
+from llama_ssp.settings.extensions import MORE, chooser_of
 from llama_ssp.settings.schema import PlanConfig
 
 

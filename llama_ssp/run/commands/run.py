@@ -30,7 +30,7 @@ from llama_ssp.settings.compose import COMPLETIONS, complete, compose
 from llama_ssp.settings.launchers import launcher_with
 from llama_ssp.settings.schema import RunConfig
 from llama_ssp.terminal.unread import complain, until_unread
-from llama_ssp.words import visible
+from llama_ssp.text.messages import visible
 
 SILENCE_S = 5.0
 """Time that ranks above 0 wait after an error: launchers end all when one has ended; rank 0 must report first."""

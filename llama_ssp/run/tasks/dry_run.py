@@ -13,9 +13,7 @@ from typing import Any, TypeVar
 
 from llama_ssp.architectures.reading import check_readable, read_config, read_stored_format
 from llama_ssp.catalogue import ModelConfig, read_path
-from llama_ssp.draft_heads import head_in_target
 from llama_ssp.errors import CapacityError, ConfigError, refuse
-from llama_ssp.groups import MORE
 from llama_ssp.machines import hardware
 from llama_ssp.machines.hardware import HardwareConfig
 from llama_ssp.machines.machine import detect_hardware, machine_of_run
@@ -30,10 +28,12 @@ from llama_ssp.run.lengths import CHARACTERS_PER_TOKEN, check_lengths, count_tok
 from llama_ssp.run.prompts import STANDARD_INPUT, Prompt, read_prompts
 from llama_ssp.settings.backends import backend_of
 from llama_ssp.settings.checks import check_plan, check_values
+from llama_ssp.settings.draft_heads import head_in_target
+from llama_ssp.settings.extensions import MORE
 from llama_ssp.settings.layout import lay_out
 from llama_ssp.settings.schema import DeviceKind, DraftLayout, PlanConfig, PlanFormat, RunConfig
 from llama_ssp.settings.tasks import task_of
-from llama_ssp.words import lasting
+from llama_ssp.text.messages import lasting
 
 _Config = TypeVar("_Config", bound=RunConfig)
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from enum import Enum
 
-from llama_ssp.fields import made, setting
+from llama_ssp.settings.fields import made, setting
 from llama_ssp.settings.schema import TaskConfig
 from llama_ssp.settings.tasks import TaskSpec
 

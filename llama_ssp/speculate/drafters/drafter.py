@@ -16,6 +16,7 @@ from torch import Tensor
 from llama_ssp.architectures.engine import CATCH_UP_CHUNK
 from llama_ssp.errors import ConfigError
 from llama_ssp.models.cache import Taps
+from llama_ssp.models.graph_inputs import PerBucket, Workspace
 from llama_ssp.models.prefill import Buckets, Prompts
 from llama_ssp.models.runner import Cached, Runner, TreePlaces
 from llama_ssp.ranks.comms import Comm, Reads
@@ -24,7 +25,6 @@ from llama_ssp.speculate.sampling.context import Context, Rows
 from llama_ssp.speculate.sampling.draft import POINT_MASS, Draft
 from llama_ssp.speculate.sampling.rules import Rule
 from llama_ssp.speculate.sampling.trees import Level, ReadLevel, Tree
-from llama_ssp.workspaces import PerBucket, Workspace
 
 _AHEAD = 64.0
 """The lead of a forced token's score over the next best one, where a tree takes the best."""

@@ -27,12 +27,12 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from llama_ssp import operators
 from llama_ssp.architectures.engine import MOST_GRAPHED_BUCKETS, MOST_GRAPHS
 from llama_ssp.ranks.gpu import capture_stream, is_lost
+from llama_ssp.registry import operators
 from llama_ssp.speculate.engine.round import Executor, Round, Stage
 from llama_ssp.speculate.engine.state import BatchState
-from llama_ssp.untyped import Values
+from llama_ssp.types import Values
 
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)

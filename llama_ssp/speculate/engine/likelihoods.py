@@ -22,7 +22,6 @@ from torch.nn.utils.rnn import pad_sequence
 
 from llama_ssp.architectures.engine import BUCKET_STEP, scored_positions, whole_steps
 from llama_ssp.errors import LOGITS_ARE_NAN, NumericError, SspError
-from llama_ssp.log_probs import TokenLogprob, TopLogprob
 from llama_ssp.models.prefill import Buckets
 from llama_ssp.models.runner import Runner
 from llama_ssp.models.upload import to_device
@@ -30,6 +29,7 @@ from llama_ssp.ranks.comms import Comm
 from llama_ssp.settings.schema import SamplingConfig
 from llama_ssp.speculate.sampling.context import Context, Rows, penalty
 from llama_ssp.speculate.sampling.processors import processor
+from llama_ssp.text.log_probs import TokenLogprob, TopLogprob
 
 Law = Callable[[Tensor, Context], Tensor]
 """Maps logits (B, T, V), left unchanged, and their context to the log-probabilities that tokens are drawn with."""

@@ -29,13 +29,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from llama_ssp.models.graph_inputs import Workspace
 from llama_ssp.models.upload import Arriving, to_device
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.registry import imported
 from llama_ssp.settings.constraints import constraint_asked
 from llama_ssp.settings.schema import SamplingConfig
 from llama_ssp.speculate.sampling.draft import Draft, Topology
-from llama_ssp.workspaces import Workspace
 
 WORD = 32
 Constraints = Sequence["Constraint | None"]

@@ -35,6 +35,7 @@ from torch import Tensor
 from llama_ssp.architectures.engine import SHORT_PROMPTS
 from llama_ssp.architectures.matrices import split_blocks
 from llama_ssp.models.cache import StaticCache, Taps
+from llama_ssp.models.graph_inputs import find_parts
 from llama_ssp.models.prefill import Buckets, Prompts, ShortForwards, read_prompts
 from llama_ssp.models.runner import Runner, TreePlaces
 from llama_ssp.models.upload import to_device
@@ -50,8 +51,7 @@ from llama_ssp.speculate.sampling.context import Context, Rows
 from llama_ssp.speculate.sampling.draft import POINT_MASS, Chain, Draft, Law, Topology
 from llama_ssp.speculate.sampling.trees import Tree
 from llama_ssp.speculate.sampling.uniforms import Draws, UniformTable
-from llama_ssp.untyped import Values
-from llama_ssp.workspaces import find_parts
+from llama_ssp.types import Values
 
 
 class DraftChoice(NamedTuple):

@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
-from llama_ssp.continuation import INCOMPLETE, MOST_BYTES, NUM_CONTEXT, TextAfter
+from llama_ssp.text.detokenize import INCOMPLETE, MOST_BYTES, NUM_CONTEXT, TextAfter
 
 # A character has at most 4 bytes, so more tokens than these without a complete one never become one.
 _MAX_HELD = 8

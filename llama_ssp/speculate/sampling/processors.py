@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from llama_ssp import operators
 from llama_ssp.architectures.matrices import tokens_of_a_block
+from llama_ssp.registry import operators
 from llama_ssp.settings.schema import SamplingConfig
 
 # Weights become multiples of 2^-62; their sums are below 2, so they fit into int64 and are exact in any order.

@@ -12,8 +12,8 @@ from llama_ssp.architectures.reading import check_readable, read_config
 from llama_ssp.catalogue import ModelConfig
 from llama_ssp.errors import CheckpointError, ConfigError
 from llama_ssp.extensions.adapters.records import CONFIG, WEIGHTS
-from llama_ssp.groups import whole
 from llama_ssp.run.checkpoints import find_update
+from llama_ssp.settings.extensions import whole
 from llama_ssp.weights import hub
 from llama_ssp.weights.checkpoint import inspect
 from tests.helpers.adapters import round_weights, save_adapter, save_merged

@@ -20,7 +20,7 @@ from llama_ssp.planning.spec import PlanSpec, without_draft
 from llama_ssp.reports.plan_tables import show
 from llama_ssp.run.commands import plan
 from llama_ssp.settings.schema import DraftLayout
-from llama_ssp.words import rounded
+from llama_ssp.text.messages import rounded
 from tests.helpers.extensions import need
 from tests.helpers.in_process import call, launch, planned
 from tests.helpers.planning import make_spec, small_model, times_of

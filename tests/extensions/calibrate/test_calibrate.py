@@ -10,7 +10,7 @@ import torch
 import yaml
 from torch import Tensor
 
-from llama_ssp import catalogue, operators
+from llama_ssp import catalogue
 from llama_ssp.errors import ConfigError, SspError
 from llama_ssp.extensions.calibrate import measures, task
 from llama_ssp.extensions.calibrate.records import CalibrateConfig
@@ -20,6 +20,7 @@ from llama_ssp.machines import hardware
 from llama_ssp.machines.hardware import Link, MeasuredSum
 from llama_ssp.planning.timing import timing
 from llama_ssp.ranks.comms import Comm
+from llama_ssp.registry import operators
 from llama_ssp.run import calibration
 from llama_ssp.settings import checks
 from llama_ssp.storage.formats import formats

@@ -20,12 +20,12 @@ from llama_ssp.extensions.cpu.executor import TracedExecutor
 from llama_ssp.extensions.cpu.tracing import Traced
 from llama_ssp.extensions.modules.runner import ModuleRunner
 from llama_ssp.kernels.linear import HalfLinear, Kernel, PackedLinear, PlainLinear, can_halve, can_pack
+from llama_ssp.models.graph_inputs import Workspace
 from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.ranks.memory import anonymous_bytes
 from llama_ssp.speculate.engine.loop import Decoder
 from llama_ssp.speculate.engine.state import Request
-from llama_ssp.workspaces import Workspace
 from tests.helpers.decoders import complete, make_decoder
 from tests.helpers.extensions import module_of
 from tests.helpers.fake_comm import ThreadComm, on_ranks, thread_comms

@@ -14,7 +14,7 @@ from llama_ssp.extensions.evaluate.audit import checks
 from llama_ssp.extensions.evaluate.audit.texts import Answered, Scored, TextReader
 from llama_ssp.extensions.evaluate.law import LawSums
 from llama_ssp.extensions.evaluate.martingales import FAULTS, SCORES, Role, Rounds, Sum, TextSums, roundings, sums_of
-from llama_ssp.log_probs import TokenLogprob, TopLogprob
+from llama_ssp.text.log_probs import TokenLogprob, TopLogprob
 
 ROUNDED = (0.44, 0.28, 0.18, 0.1)
 TARGET, DRAFT, K, NUM_TOKENS = (0.4, 0.3, 0.2, 0.1), (0.1, 0.2, 0.3, 0.4), 2, 12

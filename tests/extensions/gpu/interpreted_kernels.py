@@ -54,7 +54,7 @@ from llama_ssp.models.prefill import Buckets, Prompts, read_prompts
 from llama_ssp.models.quantization.precision import UNQUANTIZED, Precision
 from llama_ssp.models.states import StateCache
 from llama_ssp.models.weights import Loading
-from llama_ssp.operators import OPERATORS
+from llama_ssp.registry.operators import OPERATORS
 from llama_ssp.speculate.sampling import processors
 from llama_ssp.weights.in_memory import weights_of
 from tests.extensions.gpu.interpreter import quicken

@@ -7,8 +7,8 @@ import pytest
 
 from llama_ssp.errors import ConfigError
 from llama_ssp.extensions.gpu import records
-from llama_ssp.operators import OPERATORS, DeviceOperator
 from llama_ssp.registry import imported
+from llama_ssp.registry.operators import OPERATORS, DeviceOperator
 from llama_ssp.settings import checks
 from tests.helpers.composed import compose_run
 

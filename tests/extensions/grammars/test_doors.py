@@ -16,8 +16,8 @@ from llama_ssp.extensions.grammars.records import MOST_BYTES, GrammarSampling, g
 from llama_ssp.extensions.grammars.text import prepare
 from llama_ssp.extensions.serve.inbox import RequestError, ServedRequest
 from llama_ssp.extensions.serve.protocol import BodyReader
-from llama_ssp.groups import whole
 from llama_ssp.settings.checks import check_values
+from llama_ssp.settings.extensions import whole
 from llama_ssp.settings.schema import SamplingConfig
 from llama_ssp.speculate.engine.masks import Vocabulary
 from tests.helpers.repository import ROOT

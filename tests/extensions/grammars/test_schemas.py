@@ -9,8 +9,8 @@ import pytest
 
 from llama_ssp import Pair, load
 from llama_ssp.extensions.grammars.records import GrammarSampling, refusal_of
-from llama_ssp.groups import whole
 from llama_ssp.run.decoders import build_decoder
+from llama_ssp.settings.extensions import whole
 from llama_ssp.settings.schema import SamplingConfig
 from llama_ssp.speculate.engine.state import Request
 from tests.extensions.grammars.schemas import SCHEMAS

@@ -18,6 +18,7 @@ from llama_ssp.extensions.self_drafts.lengths import gains_from
 from llama_ssp.extensions.self_drafts.records import SelfConfig
 from llama_ssp.machines import hardware
 from llama_ssp.models.cache import StaticCache
+from llama_ssp.models.graph_inputs import find_parts, find_tensors
 from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.models.loading import load_model
 from llama_ssp.models.quantization.precision import Precision
@@ -31,7 +32,6 @@ from llama_ssp.settings.trees import tree_shape
 from llama_ssp.storage.formats import OWN_DTYPE
 from llama_ssp.weights.checkpoint import inspect
 from llama_ssp.weights.in_memory import WeightsInMemory
-from llama_ssp.workspaces import find_parts, find_tensors
 from tests.helpers.composed import compose_run
 from tests.helpers.decoders import parts_of
 from tests.helpers.held import held_bytes

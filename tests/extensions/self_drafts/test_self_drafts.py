@@ -23,6 +23,7 @@ from llama_ssp.extensions.self_drafts.drafter import SelfDrafter
 from llama_ssp.extensions.self_drafts.records import SelfConfig, chosen_layers
 from llama_ssp.kernels.linear import PlainLinear
 from llama_ssp.models.cache import StaticCache
+from llama_ssp.models.graph_inputs import find_parts
 from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.models.loading import load_model
 from llama_ssp.models.quantization.precision import Precision
@@ -36,7 +37,6 @@ from llama_ssp.speculate.engine.loop import Decoder
 from llama_ssp.speculate.engine.round import DraftChoice
 from llama_ssp.speculate.sampling.context import Rows
 from llama_ssp.weights.checkpoint import inspect
-from llama_ssp.workspaces import find_parts
 from tests.helpers.composed import check_refused
 from tests.helpers.decoders import (
     ScriptedLength,

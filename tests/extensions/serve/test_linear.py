@@ -12,8 +12,8 @@ from llama_ssp.extensions.serve.inbox import Part, ServedRequest
 from llama_ssp.extensions.serve.protocol import Answer
 from llama_ssp.extensions.serve.thoughts import ThoughtReader, Thoughts
 from llama_ssp.extensions.serve.tools import CallReader
-from llama_ssp.log_probs import TokenLogprob, TopLogprob
 from llama_ssp.speculate.engine.text import StopStrings
+from llama_ssp.text.log_probs import TokenLogprob, TopLogprob
 from tests.helpers.steps import Steps
 
 CALL = '{"name": "weather", "arguments": {"city": "Rom"}}'

@@ -9,8 +9,8 @@ import pytest
 from llama_ssp import Pair
 from llama_ssp.extensions.serve.inbox import Part, ServedRequest
 from llama_ssp.extensions.serve.protocol import Answer, BodyReader
-from llama_ssp.log_probs import TokenLogprob, TopLogprob
 from llama_ssp.speculate.engine.text import StopStrings
+from llama_ssp.text.log_probs import TokenLogprob, TopLogprob
 from tests.helpers.extensions import need
 
 BODIES: list[dict[str, Any]] = [

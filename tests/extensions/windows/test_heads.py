@@ -19,6 +19,7 @@ from llama_ssp import catalogue
 from llama_ssp.extensions.windows.records import WindowConfig
 from llama_ssp.machines import hardware
 from llama_ssp.models.cache import StaticCache
+from llama_ssp.models.graph_inputs import find_parts
 from llama_ssp.models.loading import load_model
 from llama_ssp.models.weights import Loading
 from llama_ssp.planning.memory import memory
@@ -29,7 +30,6 @@ from llama_ssp.speculate.drafters.model import make
 from llama_ssp.speculate.engine.round import DraftChoice
 from llama_ssp.weights import hub
 from llama_ssp.weights.checkpoint import inspect
-from llama_ssp.workspaces import find_parts
 from tests.helpers import draft_heads, head_drafts, one_pass_heads
 from tests.helpers.composed import compose_run
 from tests.helpers.decoders import requests_of, tree_of

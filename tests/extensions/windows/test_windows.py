@@ -20,13 +20,13 @@ from llama_ssp.extensions.windows.drafter import WindowDrafter
 from llama_ssp.extensions.windows.records import WindowConfig
 from llama_ssp.machines import hardware
 from llama_ssp.models.cache import StaticCache
+from llama_ssp.models.graph_inputs import find_parts
 from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.planning.memory import memory
 from llama_ssp.planning.timing import CostModel
 from llama_ssp.speculate.engine.completion import RowCompletion
 from llama_ssp.speculate.engine.loop import Decoder
 from llama_ssp.speculate.engine.round import DraftChoice
-from llama_ssp.workspaces import find_parts
 from tests.helpers.composed import check_refused
 from tests.helpers.decoders import (
     ScriptedLength,

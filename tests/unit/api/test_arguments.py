@@ -21,8 +21,8 @@ from llama_ssp.settings.schema import (
     PlacementConfig,
     TargetPlacement,
 )
+from llama_ssp.text.messages import in_library_words, key_of, said
 from llama_ssp.weights import hub
-from llama_ssp.words import in_library_words, key_of, said
 from tests.helpers.extensions import need
 from tests.helpers.hub import shipped
 from tests.helpers.lanes import heavy

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from llama_ssp import load
 from llama_ssp.api.pair import Pair
 from llama_ssp.errors import CheckpointError, ConfigError
+from llama_ssp.models.graph_inputs import NOWHERE, InPlace, find_tensors
 from llama_ssp.models.loading import load_model
 from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.models.runner import Runner
@@ -23,7 +24,6 @@ from llama_ssp.models.weights import Loading
 from llama_ssp.run import decoders
 from llama_ssp.speculate.engine.executors import GraphExecutor
 from llama_ssp.weights.checkpoint import inspect
-from llama_ssp.workspaces import NOWHERE, InPlace, find_tensors
 from tests.helpers import one_pass_heads, other_tokenizer
 from tests.helpers.draft_heads import save_small_pair
 from tests.helpers.edits import edit_tensors

@@ -34,7 +34,7 @@ MEASURE = """
 import json, os, sys, threading, traceback
 from pathlib import Path
 import torch
-from llama_ssp import operators
+from llama_ssp.registry import operators
 from llama_ssp.kernels.linear import can_halve
 from llama_ssp.catalogue import Dtype
 from llama_ssp.ranks.comms import Comm

@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from llama_ssp import operators
 from llama_ssp.architectures import engine
 from llama_ssp.architectures.engine import PREFILL_CHUNK
 from llama_ssp.kernels.parts import SINGLES
 from llama_ssp.models.llama.decoder import LeanRunner
 from llama_ssp.models.prefill import Buckets, Held, Prompts, read_prompts
 from llama_ssp.models.quantization.precision import Precision
+from llama_ssp.registry import operators
 from llama_ssp.speculate.engine.state import Request
 from tests.helpers.decoders import complete, make_decoder
 from tests.helpers.lanes import pairs

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from llama_ssp import catalogue, operators
+from llama_ssp import catalogue
 from llama_ssp import load as load_pair
 from llama_ssp.catalogue import Dtype
 from llama_ssp.errors import ConfigError, PlacementError
@@ -19,10 +19,11 @@ from llama_ssp.models.loading import check_model
 from llama_ssp.models.quantization.precision import Precision
 from llama_ssp.models.runner import Runner
 from llama_ssp.models.weights import Loading
-from llama_ssp.operators import OPERATORS, DeviceOperator
 from llama_ssp.planning.model import PlannedModel
 from llama_ssp.planning.weights import model_bytes, shares
 from llama_ssp.ranks.comms import Comm
+from llama_ssp.registry import operators
+from llama_ssp.registry.operators import OPERATORS, DeviceOperator
 from llama_ssp.storage.formats import StorageFormat, format_of, formats
 from llama_ssp.weights import hub
 from llama_ssp.weights.checkpoint import inspect

@@ -11,7 +11,7 @@ from llama_ssp.planning.layouts import choose_placement, layouts
 from llama_ssp.planning.memory import fits
 from llama_ssp.planning.spec import block_sizes, on_block
 from llama_ssp.settings.schema import DraftLayout
-from llama_ssp.words import rounded
+from llama_ssp.text.messages import rounded
 from tests.helpers.lanes import pairs
 from tests.helpers.planning import make_spec, small_model, times_of
 

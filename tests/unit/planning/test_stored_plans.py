@@ -14,7 +14,6 @@ from llama_ssp.architectures.family import inventory
 from llama_ssp.architectures.reading import check_readable
 from llama_ssp.catalogue import Dtype, ModelConfig
 from llama_ssp.errors import CheckpointError, ConfigError, PlacementError
-from llama_ssp.groups import whole
 from llama_ssp.machines import hardware
 from llama_ssp.planning.forwards import ModelPlacement, forward_time
 from llama_ssp.planning.model import PlannedModel, planned_model, resolved
@@ -22,6 +21,7 @@ from llama_ssp.planning.plan import document, make_plan
 from llama_ssp.planning.spec import spec_of_plan
 from llama_ssp.planning.weights import model_bytes, rank_shares
 from llama_ssp.run.commands import plan
+from llama_ssp.settings.extensions import whole
 from llama_ssp.settings.schema import NO_DRAFT, DrafterConfig, PlacementConfig, PlanConfig, TargetPlacement
 from llama_ssp.storage.formats import READ_SLOWDOWN
 from tests.helpers.extensions import need

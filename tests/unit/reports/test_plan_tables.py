@@ -15,7 +15,7 @@ from llama_ssp.planning.memory import GIB
 from llama_ssp.planning.plan import Plan, document, make_plan
 from llama_ssp.reports.plan_tables import ITEMS, show
 from llama_ssp.settings.schema import DraftLayout
-from llama_ssp.words import rounded
+from llama_ssp.text.messages import rounded
 from tests.helpers.extensions import need
 from tests.helpers.planning import make_spec
 from tests.helpers.runs import with_toys

@@ -19,13 +19,13 @@ from llama_ssp.api import loading
 from llama_ssp.architectures.model_files import num_layers_ahead
 from llama_ssp.architectures.reading import read_config
 from llama_ssp.catalogue import ModelConfig
-from llama_ssp.draft_heads import HEADS, head_in_target
-from llama_ssp.groups import whole
 from llama_ssp.registry import Registry
 from llama_ssp.settings import combinations, drafters, schema
 from llama_ssp.settings.backends import BACKENDS
 from llama_ssp.settings.checks import check_values
 from llama_ssp.settings.constraints import CONSTRAINTS, constraint_asked
+from llama_ssp.settings.draft_heads import HEADS, head_in_target
+from llama_ssp.settings.extensions import whole
 from llama_ssp.settings.lengths import CHOOSERS, chooser_named
 from llama_ssp.settings.rules import RULES
 from llama_ssp.settings.schema import DeviceKind, RunConfig

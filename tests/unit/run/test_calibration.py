@@ -3,8 +3,8 @@
 import pytest
 from torch import Tensor
 
-from llama_ssp import operators
 from llama_ssp.kernels.linear import Linear
+from llama_ssp.registry import operators
 from llama_ssp.run import calibration
 
 

@@ -16,11 +16,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from llama_ssp import catalogue, load
 from llama_ssp.errors import ConfigError
-from llama_ssp.log_probs import TokenLogprob, TopLogprob
 from llama_ssp.reports.folder import RunFolder
 from llama_ssp.reports.records import LogProbLine
 from llama_ssp.settings.schema import SamplingConfig
 from llama_ssp.speculate.sampling.rules import ForcedLengths
+from llama_ssp.text.log_probs import TokenLogprob, TopLogprob
 from llama_ssp.weights import hub
 from tests.helpers.commands import run
 from tests.helpers.decoders import complete, make_decoder, requests

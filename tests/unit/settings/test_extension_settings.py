@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from llama_ssp.errors import ConfigError
-from llama_ssp.fields import setting
-from llama_ssp.groups import MORE, MoreSettings, whole
 from llama_ssp.run.tasks.dry_run import figures_of
+from llama_ssp.settings.extensions import MORE, MoreSettings, whole
+from llama_ssp.settings.fields import setting
 from llama_ssp.settings.tasks import REQUEST_FILES, NoEffect, RequestFile
 from tests.helpers.in_process import launch
 

@@ -30,11 +30,11 @@ from llama_ssp.extensions.evaluate.audit.records import (
     settings_of,
 )
 from llama_ssp.extensions.evaluate.audit.texts import Answered, TextReader
-from llama_ssp.fields import with_value
 from llama_ssp.run.requests import PromptRequest
 from llama_ssp.run.session import Session
+from llama_ssp.settings.fields import with_value
 from llama_ssp.settings.schema import SamplingConfig
-from llama_ssp.untyped import Parsed
+from llama_ssp.types import Parsed
 
 BASELINE, OTHER_SEEDS, ANSWERS = "baseline", "other seeds", "answers.jsonl"
 NUM_SCORED, NUM_REPEATED, NUM_STOPPED = 64, 4, 8

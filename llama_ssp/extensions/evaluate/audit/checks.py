@@ -23,7 +23,7 @@ from llama_ssp.extensions.evaluate.audit.records import GREEDY, LOG_PROBS, SEEDS
 from llama_ssp.extensions.evaluate.audit.texts import Answered, Scored
 from llama_ssp.extensions.evaluate.martingales import SCORES, Sum, moves, powers
 from llama_ssp.extensions.evaluate.suites.distribution import FALSE_ALARM_RATE, LEAST_POWER, NUM_SWAPS, PLACES
-from llama_ssp.log_probs import TokenLogprob
+from llama_ssp.text.log_probs import TokenLogprob
 
 HELD, FAILED, UNKNOWN, NOTED = "held", "failed", "could not judge", "noted"
 OF_LAW, OF_END = FALSE_ALARM_RATE / 2 / len(SCORES), FALSE_ALARM_RATE / 4 / len(SCORES)

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 from llama_ssp.errors import ConfigError, SspError
 from llama_ssp.extensions.evaluate.audit.records import KEY
-from llama_ssp.untyped import Parsed
+from llama_ssp.types import Parsed
 
 _NUM_TRIES, _LONGEST_WAIT_S, _ANSWER_S = 7, 10.0, 300.0
 _LEAST_WAIT_S, _MOST_SAID = 0.05, 200

@@ -7,9 +7,9 @@ from typing import cast
 from urllib.parse import urlsplit
 
 from llama_ssp.errors import unknown_name
-from llama_ssp.fields import made, setting
 from llama_ssp.settings.commands import Command
 from llama_ssp.settings.constraints import constraint_asked
+from llama_ssp.settings.fields import made, setting
 from llama_ssp.settings.schema import RunConfig, TaskConfig
 from llama_ssp.settings.tasks import NoEffect, TaskSpec
 

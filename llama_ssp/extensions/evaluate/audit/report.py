@@ -6,13 +6,13 @@ from collections import Counter
 from collections.abc import Sequence
 from xml.etree import ElementTree as Xml
 
-from llama_ssp.continuation import decode_after
 from llama_ssp.extensions.evaluate.audit.asking import Gathered
 from llama_ssp.extensions.evaluate.audit.checks import FAILED, HELD, NOTED, UNKNOWN, Finding, SeenContext
 from llama_ssp.extensions.evaluate.audit.records import settings_of
 from llama_ssp.reports.provenance import versions
 from llama_ssp.run.session import Session
-from llama_ssp.words import visible
+from llama_ssp.text.detokenize import decode_after
+from llama_ssp.text.messages import visible
 
 _MOST_BEFORE = 60
 _MEANING = """\

@@ -12,7 +12,6 @@ from functools import partial
 from itertools import groupby
 from typing import Any
 
-from llama_ssp.continuation import decode_after
 from llama_ssp.errors import ConfigError, InterruptedRun, SspError
 from llama_ssp.extensions.evaluate.audit import asking, checks
 from llama_ssp.extensions.evaluate.audit.checks import FAILED, HELD, UNKNOWN, Finding
@@ -34,14 +33,15 @@ from llama_ssp.extensions.evaluate.audit.texts import Answered, Scored
 from llama_ssp.extensions.evaluate.martingales import ANY_ROUNDS, CERTAIN, Role, Rounds, Sum, roundings, sums_of
 from llama_ssp.extensions.evaluate.probabilities import SampledText, TextScore, score
 from llama_ssp.extensions.evaluate.suites.agreement import NEAR_TIES
-from llama_ssp.log_probs import TokenLogprob
 from llama_ssp.ranks.failures import from_rank_0, raise_on_all_ranks
 from llama_ssp.reports.records import Evaluation, Measure
 from llama_ssp.run.log_probs import score_completions
 from llama_ssp.run.requests import PromptRequest
 from llama_ssp.run.session import Session
 from llama_ssp.settings.schema import SamplingConfig
-from llama_ssp.untyped import Parsed
+from llama_ssp.text.detokenize import decode_after
+from llama_ssp.text.log_probs import TokenLogprob
+from llama_ssp.types import Parsed
 
 _FIRST_OF_BASELINE = "first tokens of the baseline"
 _FIRST_OF = {FIRST: LAW, _FIRST_OF_BASELINE: asking.BASELINE}

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from llama_ssp.token_bytes import reader_of
-from llama_ssp.untyped import Parsed
+from llama_ssp.text.token_bytes import reader_of
+from llama_ssp.types import Parsed
 
 _ID = "token_id:"
 

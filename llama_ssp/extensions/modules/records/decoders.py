@@ -8,7 +8,7 @@ from llama_ssp.architectures.family import VOCABULARY_PLAN, Family, layer_plan
 from llama_ssp.architectures.matrices import ATTENTION, PLAIN, Cut, Inventory, Matrix, decoder
 from llama_ssp.catalogue import ModelShape
 from llama_ssp.extensions.modules.records import unwritten
-from llama_ssp.untyped import LibraryPart
+from llama_ssp.types import LibraryPart
 
 _GLM = (*ATTENTION, "gate_up_proj", "down_proj")
 _TP_PLAN = (

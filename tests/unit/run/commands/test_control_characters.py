@@ -27,7 +27,7 @@ def assert_harmless(ended: Ended) -> None:
 def test_a_run_prints_none(settings: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every token of the model is half of an escape sequence."""
     halves = iter(["a\x1b", "[2J", "\x1b]", "0;t\x07", "\x9b", "31m"] * 100)
-    monkeypatch.setattr("llama_ssp.continuation.TextAfter.decode", lambda _self, _ids: next(halves))
+    monkeypatch.setattr("llama_ssp.text.detokenize.TextAfter.decode", lambda _self, _ids: next(halves))
     ended = launch(*SMALL, *settings, f"run_dir={tmp_path}/\x1b[2Jrun").well()
     assert_harmless(ended)
     if settings == ("task=generate",):

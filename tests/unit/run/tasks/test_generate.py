@@ -25,8 +25,8 @@ from llama_ssp.run.tasks import dry_run as task
 from llama_ssp.run.tasks.generate import generate
 from llama_ssp.run.tasks.records import CompareConfig, GenerateConfig
 from llama_ssp.terminal.terminal import Output, Terminal
+from llama_ssp.text.messages import lasting
 from llama_ssp.weights import hub
-from llama_ssp.words import lasting
 from tests.helpers.composed import compose_run
 from tests.helpers.in_process import Ended, launch
 from tests.helpers.runs import PLAIN

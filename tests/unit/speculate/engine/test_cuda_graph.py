@@ -28,7 +28,7 @@ from tests.helpers.overlapped import overlapped_decoder
 from tests.helpers.recorded import FakeRecorder
 
 if TYPE_CHECKING:
-    from llama_ssp.untyped import Values
+    from llama_ssp.types import Values
 
 T = TypeVar("T")
 

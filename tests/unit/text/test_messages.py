@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from llama_ssp import words
 from llama_ssp.errors import InterruptedRun, similar_name, unknown_name
 from llama_ssp.settings.compose import groups_of
-from llama_ssp.words import counted, installing, rounded, visible
+from llama_ssp.text import messages
+from llama_ssp.text.messages import counted, installing, rounded, visible
 from tests.helpers.extensions import need
 from tests.helpers.repository import ROOT
 
@@ -94,6 +94,6 @@ def test_the_way_to_go_on_can_be_pasted_into_a_shell(run_dir: str) -> None:
 def test_an_installed_program_names_no_file_of_a_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "install -e '.[serve]'" in installing("serve")
     naming = [path.name for path in (ROOT / "llama_ssp").rglob("*.py") if "pip install -e" in path.read_text("utf-8")]
-    assert naming == ["words.py"]
-    monkeypatch.setattr(words, "__file__", str(tmp_path / "llama_ssp" / "words.py"))
+    assert naming == ["messages.py"]
+    monkeypatch.setattr(messages, "__file__", str(tmp_path / "llama_ssp" / "text" / "messages.py"))
     assert installing("serve") == "pip install 'llama-ssp[serve]'"

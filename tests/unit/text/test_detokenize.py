@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from llama_ssp.continuation import INCOMPLETE, NUM_CONTEXT, TextAfter, decode_after
 from llama_ssp.speculate.engine.text import IncrementalText, StopStrings
+from llama_ssp.text.detokenize import INCOMPLETE, NUM_CONTEXT, TextAfter, decode_after
 from tests.helpers.lanes import grid
 from tests.helpers.tokenizers import LAYOUTS, layout
 

@@ -8,8 +8,9 @@ import os
 import pkgutil
 from typing import Any, Generic, Protocol, TypeVar
 
-from llama_ssp import manifest, words
+from llama_ssp import manifest
 from llama_ssp.errors import ConfigError, SspError, unknown_name
+from llama_ssp.text import messages
 
 PLUGINS = "LLAMA_SSP_PLUGINS"  # Environment variable with the module names, separated by commas.
 
@@ -67,7 +68,9 @@ class Registry(Generic[Record]):
             self._read()
         if name in self.records:
             return None
-        return manifest.absent(self.setting, name) or unknown_name(words.key_of(key or self.setting), name, self.all())
+        return manifest.absent(self.setting, name) or unknown_name(
+            messages.key_of(key or self.setting), name, self.all()
+        )
 
     def _read(self) -> None:
         unread, self._unread = self._unread, ()

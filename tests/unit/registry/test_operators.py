@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from llama_ssp.kernels.linear import Kernel, PlainLinear, make_linear
-from llama_ssp.operators import OPERATORS, DeviceOperator, made
+from llama_ssp.registry.operators import OPERATORS, DeviceOperator, made
 
 
 class Doubled(PlainLinear):

@@ -58,7 +58,7 @@ def value_of(value: object) -> str:
 
 def installing(extra: str) -> str:
     """The command that installs an extra of this package: into the environment of a checkout, or from an index."""
-    if (Path(__file__).parents[1] / "machine-install.sh").is_file():
+    if (Path(__file__).parents[2] / "machine-install.sh").is_file():
         return f".venv/bin/python -m pip install -e '.[{extra}]' -c .venv/constraints.txt"
     return f"pip install 'llama-ssp[{extra}]'"
 

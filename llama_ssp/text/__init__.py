@@ -1,0 +1,1 @@
+"""Texts: tokens to text and bytes, log-probabilities of tokens, and messages for people."""
