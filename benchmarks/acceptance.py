@@ -51,17 +51,22 @@ def write(
 ) -> list[RowCompletion]:
     """Complete the prompts, several samples each above temperature 0."""
     config = replace(
-        pair.config, draft=NgramConfig(kind="ngram") if draft == "ngram" else pair.config.draft,
-        sampling=SamplingConfig(temperature=temperature), verification=VerificationConfig(rule=rule),
-        speculation=SpeculationConfig(num_draft_tokens=num_draft_tokens), batch_size=8, ignore_eos=True,
-    )  # fmt: skip
+        pair.config,
+        draft=NgramConfig(kind="ngram") if draft == "ngram" else pair.config.draft,
+        sampling=SamplingConfig(temperature=temperature),
+        verification=VerificationConfig(rule=rule),
+        speculation=SpeculationConfig(num_draft_tokens=num_draft_tokens),
+        batch_size=8,
+        ignore_eos=True,
+    )
     decoder = build_decoder(pair.models, config, speculative=True)
     requests = [
-        Request(index=index, sample=sample, max_new_tokens=NUM_NEW_TOKENS,
-                prompt_ids=encode(prompt, pair.models.tokenizer))
+        Request(
+            index=index, sample=sample, max_new_tokens=NUM_NEW_TOKENS, prompt_ids=encode(prompt, pair.models.tokenizer)
+        )
         for index, prompt in enumerate(prompts)
         for sample in range(NUM_SAMPLES if temperature else 1)
-    ]  # fmt: skip
+    ]
     return complete(decoder, requests)
 
 

@@ -25,8 +25,13 @@ Complete = Callable[[list[int], Body], tuple[list[int], torch.Tensor | None]]
 """New tokens after a prompt, and the logits (T, V) that they were drawn from, before all processors."""
 NUM_DRAFTED = 4
 _NEUTRAL: dict[str, Any] = {
-    "top_k": -1, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "logit_bias": {}, "min_tokens": 0,
-}  # fmt: skip
+    "top_k": -1,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "logit_bias": {},
+    "min_tokens": 0,
+}
 _PLAIN = {"model", "prompt", "max_tokens", "temperature", "seed", "logprobs", "return_token_ids"}
 
 
@@ -65,9 +70,15 @@ def of_transformers(target: Path, draft: Path, **how: Any) -> Complete:
         torch.manual_seed(body.get("seed") or 0)
         prompt = torch.tensor([ids])
         found = model.generate(  # a mask of its own leaves out tokens that are those of padding
-            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=body["max_tokens"], pad_token_id=0,
-            return_dict_in_generate=True, output_logits=bool(body.get("logprobs")), **settings, **how,
-        )  # fmt: skip
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            max_new_tokens=body["max_tokens"],
+            pad_token_id=0,
+            return_dict_in_generate=True,
+            output_logits=bool(body.get("logprobs")),
+            **settings,
+            **how,
+        )
         logits = torch.cat(found.logits) if found.logits else None
         return found.sequences[0, len(ids) :].tolist(), logits
 
@@ -76,19 +87,24 @@ def of_transformers(target: Path, draft: Path, **how: Any) -> Complete:
 
 def of_flashspec(target: Path, draft: Path, *, strategy: str) -> Complete:
     """The engine of flashspec at temperature 1, and at 0 for greedy texts."""
-    import flashspec as library  # type: ignore[import-not-found]  # noqa: PLC0415 - no dependency
-    from flashspec.bandit.ucb import UCB1Selector  # type: ignore[import-not-found]  # noqa: PLC0415
-    from flashspec.engine.drafter import load_drafters  # type: ignore[import-not-found]  # noqa: PLC0415
-    from flashspec.engine.verifier import TargetModel  # type: ignore[import-not-found]  # noqa: PLC0415
+    import flashspec as library  # type: ignore[import-not-found]
+    from flashspec.bandit.ucb import UCB1Selector  # type: ignore[import-not-found]
+    from flashspec.engine.drafter import load_drafters  # type: ignore[import-not-found]
+    from flashspec.engine.verifier import TargetModel  # type: ignore[import-not-found]
 
     device, eos = torch.device("cpu"), transformers.AutoConfig.from_pretrained(target).eos_token_id
 
     def engine(temperature: float) -> Any:  # noqa: ANN401 - of the library
         config = library.FlashSpecConfig(
-            drafter_name=str(draft), target_name=str(target), device="cpu", dtype="float32", eos_token_ids=(eos,),
-            drafter_strategy=strategy, bandit=library.BanditConfig(n_arms=1),
+            drafter_name=str(draft),
+            target_name=str(target),
+            device="cpu",
+            dtype="float32",
+            eos_token_ids=(eos,),
+            drafter_strategy=strategy,
+            bandit=library.BanditConfig(n_arms=1),
             sampling=library.SamplingConfig(gamma=NUM_DRAFTED, temperature=temperature),
-        )  # fmt: skip
+        )
         drafters = load_drafters([str(draft)], device=device, dtype=torch.float32, temperature=temperature)
         selector = UCB1Selector(n_arms=1, window_size=100)
         return library.SpeculativeEngine(config, drafters, TargetModel(str(target), device, torch.float32), selector)
@@ -130,9 +146,12 @@ def answer(complete: Complete, body: Body, tokenizer: Any, *, length: int) -> di
         logprobs = {"tokens": [f"token_id:{token}" for token in found], "token_logprobs": own, "top_logprobs": tops}
     is_whole = len(found) == min(body["max_tokens"], length - len(ids))
     choice = {
-        "index": 0, "text": tokenizer.decode(found), "token_ids": found, "logprobs": logprobs,
+        "index": 0,
+        "text": tokenizer.decode(found),
+        "token_ids": found,
+        "logprobs": logprobs,
         "finish_reason": "length" if is_whole else "stop",
-    }  # fmt: skip
+    }
     return {"object": "text_completion", "choices": [choice], "usage": {"prompt_tokens": len(ids)}}
 
 

@@ -42,8 +42,14 @@ ROWS, PROMPT_TOKENS, NUM_NEW_TOKENS, TEMPERATURE, K = (1, 8, 32, 64), (16, 512),
 MOST_TURNS, MOST_TOKENS = 6, 4096
 """Of a cell: small batches take more turns, up to so many tokens, prompts included."""
 PLAIN, FAST, AUTO, GENERATE, ASSISTED, LLAMA_CPP, VLLM = (
-    "plain", f"K={K}", "K=auto", "transformers", f"transformers, assisted, K={K}", "llama.cpp", "vLLM",
-)  # fmt: skip
+    "plain",
+    f"K={K}",
+    "K=auto",
+    "transformers",
+    f"transformers, assisted, K={K}",
+    "llama.cpp",
+    "vLLM",
+)
 BEST = "the better of both"
 LLAMAS = {"random-100M": (768, 8), "random-10M": (128, 2)}
 """Width and layers of random Llamas."""
@@ -93,12 +99,22 @@ def cases() -> list[Case]:
     large, small = map(random_checkpoint, LLAMAS)
     made = large, small
     return [
-        Case(name="`tiny` with `tiny-draft`, 16 bits", folders=(target, draft), quantization=None,
-             peer_dtype=torch.float32, form="BF16"),
-        Case(name="Random 100 M with 10 M, 16 bits", folders=made, quantization=None, peer_dtype=torch.bfloat16,
-             form="BF16"),
+        Case(
+            name="`tiny` with `tiny-draft`, 16 bits",
+            folders=(target, draft),
+            quantization=None,
+            peer_dtype=torch.float32,
+            form="BF16",
+        ),
+        Case(
+            name="Random 100 M with 10 M, 16 bits",
+            folders=made,
+            quantization=None,
+            peer_dtype=torch.bfloat16,
+            form="BF16",
+        ),
         Case(name="Random 100 M with 10 M, 8 bits", folders=made, quantization="int8", peer_dtype=None, form="Q8_0"),
-    ]  # fmt: skip
+    ]
 
 
 def random_checkpoint(name: str) -> Path:
@@ -110,10 +126,15 @@ def random_checkpoint(name: str) -> Path:
         for file in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
             shutil.copyfile(tiny / file, unfinished / file)
         config = LlamaConfig(
-            hidden_size=width, num_hidden_layers=num_layers, intermediate_size=4 * width, head_dim=32,
-            num_attention_heads=width // 32, num_key_value_heads=width // 64, vocab_size=32000,
+            hidden_size=width,
+            num_hidden_layers=num_layers,
+            intermediate_size=4 * width,
+            head_dim=32,
+            num_attention_heads=width // 32,
+            num_key_value_heads=width // 64,
+            vocab_size=32000,
             max_position_embeddings=1024,
-        )  # fmt: skip
+        )
         LlamaForCausalLM(config).bfloat16().save_pretrained(unfinished)
         unfinished.rename(folder)
     return folder
@@ -121,8 +142,11 @@ def random_checkpoint(name: str) -> Path:
 
 def candidates_of(pair: Pair, prompts: Sequence[tuple[int, ...]]) -> dict[str, Ours]:
     """Our candidates for one batch."""
-    speculation = {PLAIN: None, FAST: SpeculationConfig(num_draft_tokens=K),
-                   AUTO: SpeculationConfig(num_draft_tokens="auto")}  # fmt: skip
+    speculation = {
+        PLAIN: None,
+        FAST: SpeculationConfig(num_draft_tokens=K),
+        AUTO: SpeculationConfig(num_draft_tokens="auto"),
+    }
     base = replace(
         pair.config, sampling=SamplingConfig(temperature=TEMPERATURE), ignore_eos=True, batch_size=len(prompts)
     )
@@ -137,9 +161,15 @@ def candidates_of(pair: Pair, prompts: Sequence[tuple[int, ...]]) -> dict[str, O
 
 
 def measure(
-    pair: Pair, peers: Peers | None, file: Path | None, vllm: PeerProcess | None, *,
-    num_prompt_tokens: int, num_rows: int, turns: int,
-) -> Cell:  # fmt: skip
+    pair: Pair,
+    peers: Peers | None,
+    file: Path | None,
+    vllm: PeerProcess | None,
+    *,
+    num_prompt_tokens: int,
+    num_rows: int,
+    turns: int,
+) -> Cell:
     """All candidates in turns on one batch; `file` is the target's for llama.cpp."""
     text = encode("\n".join(kinds_of_text()["code"]), pair.models.tokenizer)
     prompts = cut(text, num_prompts=num_rows, num_tokens=num_prompt_tokens)
@@ -206,10 +236,16 @@ def page(tables: dict[tuple[str, int], dict[int, Cell]], *, turns: int, vllm: st
         heads = ["rows", *map(str, cells)]
         parts += [f"## {name}, prompts of {num_prompt_tokens} tokens", markdown(heads, lines), said]
     return page_of(
-        "batches", prompts=" and ".join(map(str, PROMPT_TOKENS)), tokens=NUM_NEW_TOKENS, turns=turns, others=others,
-        threads=torch.get_num_threads(), temperature=TEMPERATURE, tables="\n\n".join(parts),
+        "batches",
+        prompts=" and ".join(map(str, PROMPT_TOKENS)),
+        tokens=NUM_NEW_TOKENS,
+        turns=turns,
+        others=others,
+        threads=torch.get_num_threads(),
+        temperature=TEMPERATURE,
+        tables="\n\n".join(parts),
         absent=f" Not installed: {' and '.join(absent)}." if absent else "",
-    )  # fmt: skip
+    )
 
 
 def main() -> None:

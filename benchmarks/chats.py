@@ -77,9 +77,15 @@ def measure(num_chats: int) -> list[list[Row]]:
             for _ in updates:
                 pass
             turns.append(
-                {"tokens": len(ids), "read": read, "pairs": pairs, "first_ms": 1e3 * first_s, "target_ms": 1e3 * read_s,
-                 "head_ms": 1e3 * pairs_s}
-            )  # fmt: skip
+                {
+                    "tokens": len(ids),
+                    "read": read,
+                    "pairs": pairs,
+                    "first_ms": 1e3 * first_s,
+                    "target_ms": 1e3 * read_s,
+                    "head_ms": 1e3 * pairs_s,
+                }
+            )
             ids = (*ids, *first.completion.token_ids)
         chats.append(turns)
     return chats[1:]
@@ -100,10 +106,13 @@ def text(row: Row) -> str:
     cells: list[Row] = row["cells"]
     heads = ["turn", "tokens", "read", "pairs of the head", "first token, ms", "target, ms", "head, ms"]
     lines = [
-        [turn + 1, *(f"{cells[turn][name]:.0f}" for name in ("tokens", "read", "pairs")),
-         *(f"{cells[turn][name]:.1f}" for name in ("first_ms", "target_ms", "head_ms"))]
+        [
+            turn + 1,
+            *(f"{cells[turn][name]:.0f}" for name in ("tokens", "read", "pairs")),
+            *(f"{cells[turn][name]:.1f}" for name in ("first_ms", "target_ms", "head_ms")),
+        ]
         for turn in (0, 1, 4, len(cells) - 1)
-    ]  # fmt: skip
+    ]
     return (
         f"{markdown(heads, lines)}\n\n`{TARGET}` with `{HEAD}`, turns of {TURN_TOKENS} tokens and answers of "
         f"{ANSWER_TOKENS}, median of {row['num_chats']} chats, times of one thread of an {row['processor']}. The first "

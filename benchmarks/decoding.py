@@ -64,9 +64,14 @@ def main(argv):
 def run_config(model: ModelConfig, draft: ModelConfig | None, **more: Any) -> RunConfig:
     """A run of a target and its draft, which ends no text early; nothing is written into its folder."""
     fields: dict[str, Any] = {
-        "task": GenerateConfig(), "placement": PlacementConfig(), "sampling": SamplingConfig(temperature=0.8),
-        "verification": VerificationConfig(), "device": DeviceKind.cpu, "ignore_eos": True, "run_dir": "outputs",
-    }  # fmt: skip
+        "task": GenerateConfig(),
+        "placement": PlacementConfig(),
+        "sampling": SamplingConfig(temperature=0.8),
+        "verification": VerificationConfig(),
+        "device": DeviceKind.cpu,
+        "ignore_eos": True,
+        "run_dir": "outputs",
+    }
     drafter = DrafterConfig(kind=MODEL_DRAFT, model=draft) if draft else DrafterConfig(kind=NO_DRAFT)
     run: RunConfig = whole(RunConfig)(model=model, draft=drafter, **fields | more)
     return run
@@ -76,14 +81,16 @@ def config_of(
     target: str, draft: str | None, *, dtype: Dtype, device: torch.device, quantization: str = "none"
 ) -> RunConfig:
     """The run of a synthetic target, and of its draft, on a device; `quantization` is the target's."""
-    from llama_ssp.extensions.synthetic.records import NAME, SyntheticConfig  # noqa: PLC0415 - of an extension
+    from llama_ssp.extensions.synthetic.records import NAME, SyntheticConfig
 
     return run_config(
         replace(catalogue.load(target), dtype=dtype, quantization=quantization),
         replace(catalogue.load(draft), dtype=dtype, quantization="none") if draft else None,
-        sampling=SamplingConfig(), weights=NAME, synthetic=SyntheticConfig(agreement=AGREEMENT),
+        sampling=SamplingConfig(),
+        weights=NAME,
+        synthetic=SyntheticConfig(agreement=AGREEMENT),
         device=DeviceKind[device.type],
-    )  # fmt: skip
+    )
 
 
 def load_pair(config: RunConfig) -> Pair:
@@ -93,14 +100,22 @@ def load_pair(config: RunConfig) -> Pair:
 
 
 def make_decoder(
-    pair: Pair, *, speculative: bool, temperature: float = 0.8, batch_size: int = 1, cuda_graphs: bool = True,
+    pair: Pair,
+    *,
+    speculative: bool,
+    temperature: float = 0.8,
+    batch_size: int = 1,
+    cuda_graphs: bool = True,
     speculation: SpeculationConfig | None = None,
-) -> Decoder:  # fmt: skip
+) -> Decoder:
     """A decoder over a pair that is in memory."""
     config = replace(
-        pair.config, sampling=SamplingConfig(temperature=temperature), speculation=speculation or SpeculationConfig(),
-        batch_size=batch_size, cuda_graphs=cuda_graphs,
-    )  # fmt: skip
+        pair.config,
+        sampling=SamplingConfig(temperature=temperature),
+        speculation=speculation or SpeculationConfig(),
+        batch_size=batch_size,
+        cuda_graphs=cuda_graphs,
+    )
     return build_decoder(pair.models, config, speculative=speculative)
 
 
@@ -108,7 +123,7 @@ def ours(
     pair: Pair, config: RunConfig, prompts: Sequence[tuple[int, ...]], *, num_new_tokens: int, speculative: bool
 ) -> "Ours":
     """A candidate of the program's own, whose costs are measured if it chooses K."""
-    from llama_ssp.extensions.benchmark.benchmark import Ours  # noqa: PLC0415 - of an extension
+    from llama_ssp.extensions.benchmark.benchmark import Ours
 
     decoder = build_decoder(pair.models, config, speculative=speculative)
     wanted = [Request(index=0, prompt_ids=ids, max_new_tokens=num_new_tokens) for ids in prompts]
@@ -119,7 +134,7 @@ def ours(
 
 def peers_of(folders: Iterable[Path], dtype: torch.dtype, device: torch.device = CPU) -> "Peers":
     """A target and its draft in transformers."""
-    from llama_ssp.extensions.benchmark.benchmark import Peers, load_peer  # noqa: PLC0415 - of an extension
+    from llama_ssp.extensions.benchmark.benchmark import Peers, load_peer
 
     target, draft = (load_peer(folder, dtype=dtype, device=device) for folder in folders)
     return Peers(target=target, draft=draft)

@@ -121,9 +121,14 @@ def candidates(pairs: Mapping[str, Pair], *, temperature: float = 0.8) -> dict[s
 
 
 def measure(
-    chosen: Mapping[str, Candidate], texts: list[str], *, peers: Mapping[str, Peers], repetitions: int,
-    num_builds: int = NUM_BUILDS, num_samples: int = 1,
-) -> Result:  # fmt: skip
+    chosen: Mapping[str, Candidate],
+    texts: list[str],
+    *,
+    peers: Mapping[str, Peers],
+    repetitions: int,
+    num_builds: int = NUM_BUILDS,
+    num_samples: int = 1,
+) -> Result:
     """Run the candidates in turns on one kind of text, with several builds of each.
 
     Where a candidate's tensors happen to lie changes its times by some percent, and an adaptive one measures its costs
@@ -139,9 +144,11 @@ def measure(
 
     def peer(name: str, repetition: int) -> float:
         return peers[name].ms_per_token(
-            [prompts[repetition % len(prompts)]], num_new_tokens=NUM_NEW_TOKENS,
-            sampling=SamplingConfig(temperature=0.8), num_draft_tokens=NGRAM_K if name == PEER_NGRAM else PEERS_K,
-        )  # fmt: skip
+            [prompts[repetition % len(prompts)]],
+            num_new_tokens=NUM_NEW_TOKENS,
+            sampling=SamplingConfig(temperature=0.8),
+            num_draft_tokens=NGRAM_K if name == PEER_NGRAM else PEERS_K,
+        )
 
     for build in range(num_builds):
         built = {
@@ -214,11 +221,20 @@ def page(results: dict[str, Result], *, repetitions: int) -> str:
         columns = ["candidate", "ms/token", "of plain", "forecast", "tokens per round", "forecast", "drafting, ms"]
         parts += [f"## {kind.capitalize()}", markdown(columns, lines)]
     return page_of(
-        "drafts", threads=torch.get_num_threads(), tokens=NUM_NEW_TOKENS, repetitions=repetitions * NUM_BUILDS,
-        builds=NUM_BUILDS, peer_builds=NUM_PEER_BUILDS, losing=LOSING_TURNS * repetitions * NUM_LOSING_BUILDS,
-        losing_builds=NUM_LOSING_BUILDS, samples=NUM_SAMPLES, cold=COLD, load=f"{os.getloadavg()[2]:.1f}",
-        cores=os.cpu_count(), tables="\n\n".join([*parts, "## Goals", table_of_goals(goals(results))]),
-    )  # fmt: skip
+        "drafts",
+        threads=torch.get_num_threads(),
+        tokens=NUM_NEW_TOKENS,
+        repetitions=repetitions * NUM_BUILDS,
+        builds=NUM_BUILDS,
+        peer_builds=NUM_PEER_BUILDS,
+        losing=LOSING_TURNS * repetitions * NUM_LOSING_BUILDS,
+        losing_builds=NUM_LOSING_BUILDS,
+        samples=NUM_SAMPLES,
+        cold=COLD,
+        load=f"{os.getloadavg()[2]:.1f}",
+        cores=os.cpu_count(),
+        tables="\n\n".join([*parts, "## Goals", table_of_goals(goals(results))]),
+    )
 
 
 def corpus_of(pair: Pair, texts: list[str], file: Path) -> Path:
@@ -259,15 +275,21 @@ def main() -> None:
         cold[CORPUS] = pair, replace(config, draft=replace(config.draft, corpus=str(corpus)))
         chosen = {name: each for name, each in cold.items() if name in fewer.keys() | {NGRAM_OWN, BEHIND, CORPUS}}
         results[SAMPLES] = measure(
-            {name: each for name, each in chosen.items() if "tree" not in name}, texts["code"], peers={},
-            repetitions=max(repetitions // 3, 1), num_samples=NUM_SAMPLES,
-        )  # fmt: skip
+            {name: each for name, each in chosen.items() if "tree" not in name},
+            texts["code"],
+            peers={},
+            repetitions=max(repetitions // 3, 1),
+            num_samples=NUM_SAMPLES,
+        )
     print(f"timing {LOSING}", flush=True)
     losing = candidates({"tiny": load("tiny-draft", "tiny", dtype=Dtype.fp32)})
     results[LOSING] = measure(
-        {name: losing[name] for name in (PLAIN, "K=1", "K=4", AUTO)}, texts["code"], peers={},
-        num_builds=NUM_LOSING_BUILDS, repetitions=LOSING_TURNS * repetitions,
-    )  # fmt: skip
+        {name: losing[name] for name in (PLAIN, "K=1", "K=4", AUTO)},
+        texts["code"],
+        peers={},
+        num_builds=NUM_LOSING_BUILDS,
+        repetitions=LOSING_TURNS * repetitions,
+    )
     show(page(results, repetitions=repetitions), page="drafts.md", is_written=arguments.write)
 
 

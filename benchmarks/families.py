@@ -56,37 +56,68 @@ _LOCAL: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
 _SLIDING: dict[str, Any] = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
 _LATENT = {name: size for name, size in FAMILIES["deepseek_v3"].items() if name.endswith(("_rank", "_dim", "_heads"))}
 MORE: dict[str, dict[str, Any]] = {
-    "bloom": {}, "codegen": {"rotary_dim": 4}, "diffllama": _GROUPED, "doge": {"num_key_value_heads": 4},
+    "bloom": {},
+    "codegen": {"rotary_dim": 4},
+    "diffllama": _GROUPED,
+    "doge": {"num_key_value_heads": 4},
     "ernie4_5_moe": {"num_key_value_heads": 4, "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 48},
-    "falcon": {}, "flex_olmo": {"num_key_value_heads": 4, **_EXPERTS}, "gpt2": {}, "gpt_bigcode": {"n_head": 8},
-    "gptj": {"rotary_dim": 4}, "granitemoeshared": _LOCAL | {"num_key_value_heads": 4, "shared_intermediate_size": 64},
-    "hyperclovax": _GROUPED, "internlm3": _GROUPED, "iquestcoder": _GROUPED, "jais2": _GROUPED,
+    "falcon": {},
+    "flex_olmo": {"num_key_value_heads": 4, **_EXPERTS},
+    "gpt2": {},
+    "gpt_bigcode": {"n_head": 8},
+    "gptj": {"rotary_dim": 4},
+    "granitemoeshared": _LOCAL | {"num_key_value_heads": 4, "shared_intermediate_size": 64},
+    "hyperclovax": _GROUPED,
+    "internlm3": _GROUPED,
+    "iquestcoder": _GROUPED,
+    "jais2": _GROUPED,
     "llama4_text": _GROUPED | {"num_local_experts": 4, **CHUNKS},
-    "mamba": {}, "mpt": {}, "opt": {"ffn_dim": 160}, "openai-gpt": {}, "persimmon": {},
-    "phimoe": {"num_key_value_heads": 4} | _LOCAL, "biogpt": {},
-    "vaultgemma": _GROUPED, "granite_swa": _GROUPED,
-    "afmoe": _GROUPED | _EXPERTS, "exaone_moe": _GROUPED | _EXPERTS, "minimax_m2": _GROUPED | _LOCAL,
-    "hunyuan_v1_moe": _GROUPED | {"num_experts": 4, "moe_topk": 2}, "glm4_moe_lite": FAMILIES["deepseek_v3"],
-    "minicpm3": _LATENT, "granitemoe_swa": _GROUPED | _LOCAL,
-    "mimo_v2_flash": _GROUPED | {
-        "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "n_group": 1, "topk_group": 1,
-        "v_head_dim": 8, "sliding_window": 6, "layer_types": ["full_attention", "sliding_attention"],
+    "mamba": {},
+    "mpt": {},
+    "opt": {"ffn_dim": 160},
+    "openai-gpt": {},
+    "persimmon": {},
+    "phimoe": {"num_key_value_heads": 4} | _LOCAL,
+    "biogpt": {},
+    "vaultgemma": _GROUPED,
+    "granite_swa": _GROUPED,
+    "afmoe": _GROUPED | _EXPERTS,
+    "exaone_moe": _GROUPED | _EXPERTS,
+    "minimax_m2": _GROUPED | _LOCAL,
+    "hunyuan_v1_moe": _GROUPED | {"num_experts": 4, "moe_topk": 2},
+    "glm4_moe_lite": FAMILIES["deepseek_v3"],
+    "minicpm3": _LATENT,
+    "granitemoe_swa": _GROUPED | _LOCAL,
+    "mimo_v2_flash": _GROUPED
+    | {
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "n_group": 1,
+        "topk_group": 1,
+        "v_head_dim": 8,
+        "sliding_window": 6,
+        "layer_types": ["full_attention", "sliding_attention"],
     },
     "laguna": _GROUPED | _EXPERTS | {"moe_intermediate_size": 48, "shared_expert_intermediate_size": 48},
     "minimax_m3_vl_text": _GROUPED | _LOCAL,
     "gemma3n_text": FAMILIES["gemma4_text"] | {"intermediate_size": 160, "num_hidden_layers": 4},
     "solar_open": FAMILIES["glm4_moe"],
     "gemma4_unified_text": FAMILIES["gemma4_text"],
-    "beam": _GROUPED | _EXPERTS | _SLIDING | {
-        "moe_intermediate_size": 48, "n_group": 1, "topk_group": 1, "mlp_layer_types": ["dense", "sparse"],
+    "beam": _GROUPED
+    | _EXPERTS
+    | _SLIDING
+    | {
+        "moe_intermediate_size": 48,
+        "n_group": 1,
+        "topk_group": 1,
+        "mlp_layer_types": ["dense", "sparse"],
     },
     "aria_text": _GROUPED | {"moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 1},
     "axk1": FAMILIES["deepseek_v3"],
     "cohere2_moe": _GROUPED | _EXPERTS | _SLIDING | {"moe_intermediate_size": 48},
-    **dict.fromkeys(
-        ("flint", "hy_v3", "kolibri1", "mellum"), _GROUPED | _EXPERTS | {"moe_intermediate_size": 48}
-    ),
-}  # fmt: skip
+    **dict.fromkeys(("flint", "hy_v3", "kolibri1", "mellum"), _GROUPED | _EXPERTS | {"moe_intermediate_size": 48}),
+}
 LENGTHS, BATCHES, NUM_NEW_TOKENS = (3, 14, 21, 9), (1, 4), 20
 RANKS = 1, 2, 3
 PAGE = "families.md"
@@ -238,12 +269,18 @@ def main() -> None:
     texts, others, wholes, flags = ([*rows.values()] for rows in tables)
     ranks, outcomes = ["1 rank", "2 ranks", "3 ranks"], [REFUSED, NO_EFFECT, NOT_BUILT]
     text = page_of(
-        "families", tokens=NUM_NEW_TOKENS, positions=NUM_POSITIONS, apart=APART, parts=num_on_two(wholes),
-        num_kinds=len({str(row[0]).partition(",")[0] for row in texts + others}), num_on_two=num_on_two(texts + others),
-        table=markdown(["kind", "record", "computed by", *ranks], texts), others=markdown(["kind", *ranks], others),
+        "families",
+        tokens=NUM_NEW_TOKENS,
+        positions=NUM_POSITIONS,
+        apart=APART,
+        parts=num_on_two(wholes),
+        num_kinds=len({str(row[0]).partition(",")[0] for row in texts + others}),
+        num_on_two=num_on_two(texts + others),
+        table=markdown(["kind", "record", "computed by", *ranks], texts),
+        others=markdown(["kind", *ranks], others),
         wholes=markdown(["kind", "kind of its text part", *ranks], wholes),
         flags=markdown(["kind", "equal on 1, 2 and 3 ranks", "equal on one, refused on more", *outcomes], flags),
-    )  # fmt: skip
+    )
     show(text, page=PAGE, is_written=arguments.write)
 
 

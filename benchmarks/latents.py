@@ -32,11 +32,28 @@ def runner_of(*, is_absorbed: bool) -> ModuleRunner:
     """A random model in fp32, and a cache of one row."""
     kind: Any = CONFIG_MAPPING["deepseek_v3"]
     config = kind(
-        vocab_size=200, hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=32,
-        num_key_value_heads=32, kv_lora_rank=64, q_lora_rank=96, qk_rope_head_dim=16, qk_nope_head_dim=32,
-        v_head_dim=32, head_dim=16, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=48, n_group=1,
-        topk_group=1, n_shared_experts=1, first_k_dense_replace=1, max_position_embeddings=4096, pad_token_id=None,
-    )  # fmt: skip
+        vocab_size=200,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=32,
+        num_key_value_heads=32,
+        kv_lora_rank=64,
+        q_lora_rank=96,
+        qk_rope_head_dim=16,
+        qk_nope_head_dim=32,
+        v_head_dim=32,
+        head_dim=16,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=48,
+        n_group=1,
+        topk_group=1,
+        n_shared_experts=1,
+        first_k_dense_replace=1,
+        max_position_embeddings=4096,
+        pad_token_id=None,
+    )
     model = AutoModelForCausalLM.from_config(config).eval().requires_grad_(requires_grad=False)
     if is_absorbed:
         use_latents(model)

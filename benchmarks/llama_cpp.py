@@ -18,16 +18,30 @@ from typing import Any
 IS_INSTALLED = all(map(find_spec, ("llama_cpp", "gguf")))
 _MOST_TOKENS = 512
 _PARTS = {
-    "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
-    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
-}  # fmt: skip
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+}
 _SIZES = {
-    "context_length": "max_position_embeddings", "embedding_length": "hidden_size", "block_count": "num_hidden_layers",
-    "feed_forward_length": "intermediate_size", "head_count": "num_attention_heads", "vocab_size": "vocab_size",
-    "head_count_kv": "num_key_value_heads", "rope_dimension_count": "head_dim", "layer_norm_rms_eps": "rms_norm_eps",
-}  # fmt: skip
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "block_count": "num_hidden_layers",
+    "feed_forward_length": "intermediate_size",
+    "head_count": "num_attention_heads",
+    "vocab_size": "vocab_size",
+    "head_count_kv": "num_key_value_heads",
+    "rope_dimension_count": "head_dim",
+    "layer_norm_rms_eps": "rms_norm_eps",
+}
 
 
 class LlamaCpp:

@@ -31,14 +31,20 @@ from benchmarks.measured import ROOT, store
 
 PROMPTS = ("def factorial(n):\n", "import os\n", "class Stack:\n", "for i in range(", "x = [")
 OWN: tuple[dict[str, Any], ...] = (
-    {"top_p": 0.8}, {"top_k": 5}, {"min_p": 0.1}, {"frequency_penalty": 0.5}, {"repetition_penalty": 1.3},
-    {"logit_bias": {"5": 2.5}}, {"temperature": 0},
-)  # fmt: skip
+    {"top_p": 0.8},
+    {"top_k": 5},
+    {"min_p": 0.1},
+    {"frequency_penalty": 0.5},
+    {"repetition_penalty": 1.3},
+    {"logit_bias": {"5": 2.5}},
+    {"temperature": 0},
+)
 BODIES: tuple[dict[str, Any], ...] = tuple(
     {"prompt": PROMPTS[number % 5], "max_tokens": 4 + number % 29, "seed": number, "temperature": 0.9}
-    | ({"speculative": False} if number % 3 == 0 else {}) | (OWN[number // 5 % 7] if number % 5 == 0 else {})
+    | ({"speculative": False} if number % 3 == 0 else {})
+    | (OWN[number // 5 % 7] if number % 5 == 0 else {})
     for number in range(105)
-)  # fmt: skip
+)
 PLAIN = {"speculative": False}
 CANCELLED, LONG_TOKENS, LIMIT_S = 0.05, 400, 900.0
 _PARTS, _MIB, _MOST_MIB, _MOST_TIMES = (0.3, 0.6, 0.95), 1 << 20, 64, 1.05
@@ -69,7 +75,7 @@ def text_of(port: int, body: Mapping[str, object]) -> str:
     """The text of a whole answer, or its error."""
     with asked(port, body) as answer:
         content = json.loads(answer.read())
-    return str(content["choices"][0]["text"] if answer.status == 200 else content)  # noqa: PLR2004 - HTTP's
+    return str(content["choices"][0]["text"] if answer.status == 200 else content)
 
 
 def _streamed(port: int, body: Mapping[str, object]) -> tuple[str, float | None]:
@@ -84,7 +90,7 @@ def _streamed(port: int, body: Mapping[str, object]) -> tuple[str, float | None]
                 for choice in event.get("choices", ()):
                     text += choice["text"]
                     arrived_s.append(time.perf_counter())
-    if num_tokens < 2:  # noqa: PLR2004 - between tokens
+    if num_tokens < 2:
         return text, None
     return text, 1e3 * (arrived_s[-1] - arrived_s[0]) / (num_tokens - 1)
 
@@ -173,20 +179,28 @@ def main() -> int:
         mixed = load(port, BODIES, texts, num_clients=given.clients, seconds=given.seconds)
         watching.join()
         plain = load(
-            port, [body | PLAIN for body in BODIES], plain_texts, num_clients=given.clients,
-            seconds=given.seconds / 5,
-        )  # fmt: skip
+            port, [body | PLAIN for body in BODIES], plain_texts, num_clients=given.clients, seconds=given.seconds / 5
+        )
         with urlopen(f"http://127.0.0.1:{port}/metrics") as page:
             left = re.findall(r"^llama_ssp_(?:running|waiting) (\S+)$", page.read().decode(), re.MULTILINE)
     times = statistics.median(mixed.ms_per_token) / statistics.median(plain.ms_per_token)
     row = {
-        "clients": given.clients, "seconds": given.seconds, "rows": given.rows,
-        "load_before": begun, "load_after": os.getloadavg()[0], "whole": len(mixed.whole_s),
-        "cancelled": len(mixed.first_s), "wrong": len(mixed.wrong) + len(plain.wrong), "left": left,
-        "first_s": _spread(mixed.first_s), "whole_s": _spread(mixed.whole_s), "MiB": [each // _MIB for each in memory],
-        "plain_ms_per_token": _spread(mixed.ms_per_token), "alone_ms_per_token": _spread(plain.ms_per_token),
+        "clients": given.clients,
+        "seconds": given.seconds,
+        "rows": given.rows,
+        "load_before": begun,
+        "load_after": os.getloadavg()[0],
+        "whole": len(mixed.whole_s),
+        "cancelled": len(mixed.first_s),
+        "wrong": len(mixed.wrong) + len(plain.wrong),
+        "left": left,
+        "first_s": _spread(mixed.first_s),
+        "whole_s": _spread(mixed.whole_s),
+        "MiB": [each // _MIB for each in memory],
+        "plain_ms_per_token": _spread(mixed.ms_per_token),
+        "alone_ms_per_token": _spread(plain.ms_per_token),
         "times_alone": round(times, 3),
-    }  # fmt: skip
+    }
     print(json.dumps(row, indent=1), *(mixed.wrong + plain.wrong)[:5], sep="\n")
     if given.store:
         store("load", row)

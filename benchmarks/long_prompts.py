@@ -31,10 +31,17 @@ from llama_ssp.settings.compose import compose, to_run_config
 
 LENGTHS, NUM_WORDS = (2048, 8192, 32768), 500
 SIZES: dict[str, Any] = {
-    "vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": LENGTHS[-1] + 64, "bos_token_id": None,
+    "vocab_size": 512,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": LENGTHS[-1] + 64,
+    "bos_token_id": None,
     "eos_token_id": None,
-}  # fmt: skip
+}
 
 
 def save_model(folder: Path) -> None:
@@ -49,9 +56,17 @@ def save_model(folder: Path) -> None:
 def settings(model: Path, prompts: Path) -> list[str]:
     """The words of a run that stops at the first token."""
     return [
-        "task=generate", "task.format=jsonl", "device=cpu", "draft=none", "model=local", f"model.path={model}",
-        "model.dtype=fp32", "ignore_eos=true", "max_new_tokens=1", f"prompts={prompts}",
-    ]  # fmt: skip
+        "task=generate",
+        "task.format=jsonl",
+        "device=cpu",
+        "draft=none",
+        "model=local",
+        f"model.path={model}",
+        "model.dtype=fp32",
+        "ignore_eos=true",
+        "max_new_tokens=1",
+        f"prompts={prompts}",
+    ]
 
 
 def measure(model: Path, length: int) -> Row:
@@ -73,11 +88,14 @@ def measure(model: Path, length: int) -> Row:
     [line] = map(json.loads, (run_dir / "run.jsonl").read_text(encoding="utf-8").splitlines())
     rank = plan.ranks[0]
     return {
-        "tokens": length, "first_token_s": line["first_token_ms"] / 1e3, "planned_s": plan.timing.plain_prefill_s,
-        "peak_bytes": 1024 * used.ru_maxrss, "planned_bytes": rank.total_bytes,
+        "tokens": length,
+        "first_token_s": line["first_token_ms"] / 1e3,
+        "planned_s": plan.timing.plain_prefill_s,
+        "peak_bytes": 1024 * used.ru_maxrss,
+        "planned_bytes": rank.total_bytes,
         "cache_bytes": rank.target_cache_bytes,
         "scores_bytes": 4 * SIZES["num_attention_heads"] * PREFILL_CHUNK * length,
-    }  # fmt: skip
+    }
 
 
 def text(row: Row) -> str:
@@ -86,12 +104,14 @@ def text(row: Row) -> str:
     heads = ["tokens", "first token, s", "planned, s", "measured / planned", "peak, MiB", "planned, MiB"]
     lines = [
         [
-            cell["tokens"], f"{cell['first_token_s']:.2f}", f"{cell['planned_s']:.2f}",
+            cell["tokens"],
+            f"{cell['first_token_s']:.2f}",
+            f"{cell['planned_s']:.2f}",
             f"{cell['first_token_s'] / cell['planned_s']:.2f}",
             *(f"{cell[name] / 2**20:.0f}" for name in ("peak_bytes", "planned_bytes")),
         ]
         for cell in cells
-    ]  # fmt: skip
+    ]
     first, last = cells[0], cells[-1]
     grown, caches, scores = (
         (last[name] - first[name]) / 2**20 for name in ("peak_bytes", "cache_bytes", "scores_bytes")

@@ -34,10 +34,15 @@ from llama_ssp.speculate.engine.state import Request
 
 ROWS, NEW_TOKENS, TURNS, VOCAB_SIZE, K = 8, 40, 7, 150_000, 4
 SCHEMA = {
-    "type": "object", "required": ["name", "tags", "size"], "additionalProperties": False,
-    "properties": {"name": {"type": "string"}, "tags": {"type": "array", "items": {"enum": ["red", "green", "blue"]}},
-                   "size": {"type": "integer"}},
-}  # fmt: skip
+    "type": "object",
+    "required": ["name", "tags", "size"],
+    "additionalProperties": False,
+    "properties": {
+        "name": {"type": "string"},
+        "tags": {"type": "array", "items": {"enum": ["red", "green", "blue"]}},
+        "size": {"type": "integer"},
+    },
+}
 KINDS: dict[str, tuple[dict[str, Any], str]] = {
     "schema, within a name": ({"json_schema": json.dumps(SCHEMA)}, '{"name": "a lon'),
     "schema, before a property": ({"json_schema": json.dumps(SCHEMA)}, '{"name": "a", '),
@@ -53,10 +58,17 @@ def random_pair() -> Pair:
 
     def model(width: int, layers: int) -> LlamaForCausalLM:
         torch.manual_seed(layers)
-        return LlamaForCausalLM(LlamaConfig(
-            vocab_size=len(tokenizer), hidden_size=width, intermediate_size=3 * width, num_hidden_layers=layers,
-            num_attention_heads=width // 64, num_key_value_heads=width // 64, max_position_embeddings=1024,
-        ))  # fmt: skip
+        return LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=len(tokenizer),
+                hidden_size=width,
+                intermediate_size=3 * width,
+                num_hidden_layers=layers,
+                num_attention_heads=width // 64,
+                num_key_value_heads=width // 64,
+                max_position_embeddings=1024,
+            )
+        )
 
     return load(model(768, 8), model(128, 2), tokenizer=tokenizer)
 
@@ -67,10 +79,16 @@ def rounds_ms(pair: Pair, decoder: Any, *, num_structured: int) -> list[float]: 
     plain = whole(SamplingConfig)(temperature=0.8)
     structured = whole(SamplingConfig)(temperature=0.8, regex="[a-z0-9 ]*")
     requests = [
-        Request(index=row, prompt_ids=prompt, max_new_tokens=NEW_TOKENS, ignores_eos=row >= num_structured, seed=row,
-                sampling=structured if row < num_structured else plain)
+        Request(
+            index=row,
+            prompt_ids=prompt,
+            max_new_tokens=NEW_TOKENS,
+            ignores_eos=row >= num_structured,
+            seed=row,
+            sampling=structured if row < num_structured else plain,
+        )
         for row in range(ROWS)
-    ]  # fmt: skip
+    ]
     times, last_s = [], time.process_time()
     with torch.inference_mode():
         for _ in decoder.run(requests):
@@ -112,9 +130,11 @@ def large_vocabulary() -> Vocabulary:
     words = [*islice((word for word in found if word.isascii()), VOCAB_SIZE - 1)]
     names = [*words, ""]
     tokenizer: Any = SimpleNamespace(
-        added_tokens_decoder={}, name_or_path="words", is_fast=False,
+        added_tokens_decoder={},
+        name_or_path="words",
+        is_fast=False,
         convert_ids_to_tokens=lambda ids: [names[token] for token in ids],
-    )  # fmt: skip
+    )
     by_word = {word: token for token, word in enumerate(words)}
 
     class Words(SimpleNamespace):
@@ -165,7 +185,7 @@ def drafted(text: GrammarText, masks_TX: torch.Tensor) -> Sequence[int]:
         text.fill(masks_TX, ids, range(len(ids)))
         bits_V = (masks_TX[place][:, None] >> torch.arange(32, dtype=torch.int32)).bitwise_and(1).flatten()
         allowed = bits_V.nonzero().flatten().tolist()
-        if len(allowed) < 2:  # noqa: PLR2004 - the end alone
+        if len(allowed) < 2:
             break
         ids.append(allowed[len(allowed) // 2])
     return ids

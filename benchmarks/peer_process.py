@@ -33,9 +33,15 @@ class PeerProcess:
         self._log, self._reason = log or Path(os.devnull), ""
         with self._log.open("wb") as sink:
             self._process = subprocess.Popen(
-                command, cwd=Path(__file__).parents[1], env=os.environ | environment, bufsize=0, stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE, stderr=sink if log else None, start_new_session=True,
-            )  # fmt: skip
+                command,
+                cwd=Path(__file__).parents[1],
+                env=os.environ | environment,
+                bufsize=0,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=sink if log else None,
+                start_new_session=True,
+            )
 
     def ask(self, **request: object) -> None:
         """Send a request; answers come in the order of the requests."""

@@ -67,7 +67,7 @@ def forwards_alone_s(decoder: Decoder, *, contexts: Sequence[int]) -> tuple[floa
     state.tokens_BS.fill_(1)
     state.uniforms_BMN.fill_(0.5)
     reads = (round_.target, round_.verifier, round_.last_and_drafted_W)
-    from llama_ssp.extensions.cpu.tracing import Traced  # noqa: PLC0415 - of an extension
+    from llama_ssp.extensions.cpu.tracing import Traced
 
     def scored(*tensors: Tensor) -> Tensor:
         scores = round_.score(BatchState(*tensors), num_drafted=num_draft_tokens, bucket=bucket)
@@ -126,9 +126,11 @@ def measure(arguments: argparse.Namespace) -> Row:
     num_draft_tokens, temperature = arguments.num_draft_tokens, arguments.temperature
     pair = load(arguments.target, arguments.draft, dtype=Dtype.fp32)
     config = replace(
-        pair.config, sampling=SamplingConfig(temperature=temperature), ignore_eos=True,
+        pair.config,
+        sampling=SamplingConfig(temperature=temperature),
+        ignore_eos=True,
         speculation=SpeculationConfig(num_draft_tokens=num_draft_tokens),
-    )  # fmt: skip
+    )
     plain, fast = (build_decoder(pair.models, config, speculative=speculative) for speculative in (False, True))
     prompts = [encode(prompt, pair.models.tokenizer) for prompt in PROMPTS]
     ours, ours_plain = (Ours(decoder=each, prompts=prompts, num_new_tokens=NUM_NEW_TOKENS) for each in (fast, plain))
@@ -175,15 +177,20 @@ def measure(arguments: argparse.Namespace) -> Row:
     bounds_ms = [round_ms / ours.tokens_per_round for round_ms in forwards]
     verify_s, draft_s = (statistics.median(times) for times in zip(*alone, strict=True))
     return {
-        "target": arguments.target, "draft": arguments.draft, "num_draft_tokens": num_draft_tokens,
-        "temperature": temperature, "num_threads": torch.get_num_threads(),
+        "target": arguments.target,
+        "draft": arguments.draft,
+        "num_draft_tokens": num_draft_tokens,
+        "temperature": temperature,
+        "num_threads": torch.get_num_threads(),
         "ms_per_token": {name: statistics.median(values) for name, values in ms.items()},
         "speculative_to_assisted": ratio_of_medians(ms["ours, speculative"], ms["transformers, assisted"]),
         "plain_to_generate": ratio_of_medians(ms["ours, plain"], ms["transformers, generate"]),
         "tokens_per_round": ours.tokens_per_round,
-        "verify_ms": 1e3 * verify_s, "draft_step_ms": 1e3 * draft_s,
+        "verify_ms": 1e3 * verify_s,
+        "draft_step_ms": 1e3 * draft_s,
         "bound_ms_per_token": statistics.median(bounds_ms),
-        "target_bytes": target_bytes, "draft_bytes": draft_bytes,
+        "target_bytes": target_bytes,
+        "draft_bytes": draft_bytes,
         "memory_bytes_per_s": 1e3 * (target_bytes + num_draft_tokens * draft_bytes) / statistics.median(weights),
         "forwards_to_weights": ratio_of_medians(forwards, weights),
         "speculative_to_bound": ratio_of_medians(ms["ours, speculative"], bounds_ms),
@@ -192,7 +199,7 @@ def measure(arguments: argparse.Namespace) -> Row:
         "at_context_ms": {name: statistics.median(values) for name, values in at_context.items()},
         "plain_1500_to_100": ratio_of_medians(at_context["plain, 1500"], at_context["plain, 100"]),
         "speculative_1500_to_100": ratio_of_medians(at_context["speculative, 1500"], at_context["speculative, 100"]),
-    }  # fmt: skip
+    }
 
 
 GOALS = {

@@ -70,10 +70,14 @@ def measure(num_repetitions: int) -> list[Row]:
     turns = {" | ".join(key): candidate.ms_per_token for key, candidate in candidates.items()}
     interleave(turns, num_repetitions=num_repetitions)
     return [
-        {"place": place, "form": form, "round_ms": statistics.median(candidate.rounds_ms),
-         "tokens_per_round": candidate.tokens_per_round or 1.0}
+        {
+            "place": place,
+            "form": form,
+            "round_ms": statistics.median(candidate.rounds_ms),
+            "tokens_per_round": candidate.tokens_per_round or 1.0,
+        }
         for (place, form), candidate in candidates.items()
-    ]  # fmt: skip
+    ]
 
 
 def text(row: Row) -> str:
@@ -102,10 +106,13 @@ def main() -> None:
     arguments = parser.parse_args()
     transformers.utils.logging.set_verbosity_error()
     row: Row = {
-        "target": TARGET, "draft": DRAFT, "num_draft_tokens": NUM_DRAFT_TOKENS,
-        "num_threads": torch.get_num_threads(), "target_bytes": {form: target_bytes(form) for form in FORMS},
+        "target": TARGET,
+        "draft": DRAFT,
+        "num_draft_tokens": NUM_DRAFT_TOKENS,
+        "num_threads": torch.get_num_threads(),
+        "target_bytes": {form: target_bytes(form) for form in FORMS},
         "cells": measure(arguments.repetitions),
-    }  # fmt: skip
+    }
     print(text(row | {"processor": processor()}))
     if arguments.store:
         store("precisions", row)

@@ -99,8 +99,12 @@ def _rows() -> Iterator[Row]:
 ROWS = (*_rows(),)
 
 COST_RATIOS = (
-    (2, "sharded", 0.126), (4, "sharded", 0.150), (8, "sharded", 0.190), (4, "one_rank", 0.36), (8, "one_rank", 0.60)
-)  # fmt: skip
+    (2, "sharded", 0.126),
+    (4, "sharded", 0.150),
+    (8, "sharded", 0.190),
+    (4, "one_rank", 0.36),
+    (8, "one_rank", 0.60),
+)
 OTHER_ENGINES = Kernels(layer=12, library_layer=12, frame=8, draw=17, verify=38)
 TRANSFORMERS_13B_MS = 31.9
 
@@ -129,12 +133,21 @@ def job(
     ranks = tuple(range(num_gpus))
     drafting = planned_model(catalogue.load(draft), device="cuda") if draft else None
     return PlanSpec(
-        target=planned_model(catalogue.load(target), device="cuda"), draft=drafting,
-        vocabulary=VOCABULARIES.of("own" if draft == "gpt_neo_1.3B" else "same"), target_ranks=ranks,
-        draft_kind=DraftLayout[kind], draft_ranks=(ranks if kind == "sharded" else ranks[:1]) if draft else (),
-        num_draft_tokens=4, acceptance=None, batch_size=1, prompt_tokens=5, max_new_tokens=200, cuda_graphs=not eager,
-        device="cuda", other_kernels=OTHER_ENGINES,
-    )  # fmt: skip
+        target=planned_model(catalogue.load(target), device="cuda"),
+        draft=drafting,
+        vocabulary=VOCABULARIES.of("own" if draft == "gpt_neo_1.3B" else "same"),
+        target_ranks=ranks,
+        draft_kind=DraftLayout[kind],
+        draft_ranks=(ranks if kind == "sharded" else ranks[:1]) if draft else (),
+        num_draft_tokens=4,
+        acceptance=None,
+        batch_size=1,
+        prompt_tokens=5,
+        max_new_tokens=200,
+        cuda_graphs=not eager,
+        device="cuda",
+        other_kernels=OTHER_ENGINES,
+    )
 
 
 def machine_of(name: str, *, by_nccl: bool = False) -> HardwareConfig:
@@ -195,9 +208,12 @@ def job_of(row: Row) -> PlanSpec:
     planned = job(row.model, row.num_gpus, eager=row.by_library)
     target = replace(planned.target, quantization=row.quantization, by_library=row.by_library)
     planned = replace(
-        planned, target=target, batch_size=row.batch_size, prompt_tokens=row.prompt_tokens,
+        planned,
+        target=target,
+        batch_size=row.batch_size,
+        prompt_tokens=row.prompt_tokens,
         max_new_tokens=row.max_new_tokens,
-    )  # fmt: skip
+    )
     if row.by_library:
         ranks = planned.target_ranks
         return replace(planned, backend=backend_of("accelerate"), target_ranks=ranks[:1], spare_devices=ranks[1:])
@@ -256,11 +272,20 @@ def row_table(source: Source) -> str:
         low, high = range_of(row)
         held = "" if row.is_fitted else f"{low:.2f} to {high:.2f}{'' if is_held(row) else ': **outside**'}"
         model = f"{row.model} {row.quantization}".removesuffix(" none")
-        lines.append((
-            " ".join(filter(None, (model, row.engine))), f"{row.num_gpus} x {hardware.load(row.machine).gpu}",
-            row.batch_size, f"{row.prompt_tokens} + {row.max_new_tokens}", row.measure.value, f"{row.value:.4g}",
-            f"{forecast_of(row):.4g}", f"{times_forecast(row):.2f}", held, kind_of(row),
-        ))  # fmt: skip
+        lines.append(
+            (
+                " ".join(filter(None, (model, row.engine))),
+                f"{row.num_gpus} x {hardware.load(row.machine).gpu}",
+                row.batch_size,
+                f"{row.prompt_tokens} + {row.max_new_tokens}",
+                row.measure.value,
+                f"{row.value:.4g}",
+                f"{forecast_of(row):.4g}",
+                f"{times_forecast(row):.2f}",
+                held,
+                kind_of(row),
+            )
+        )
     heads = ["model", "GPUs", "rows", "tokens", "", "published", "forecast", "time / forecast", "range", ""]
     return markdown(heads, lines)
 
@@ -309,10 +334,16 @@ def pair_table() -> str:
     for pair in PAIRS:
         number, (ratio, source) = pair.num_draft_tokens, draft_cost(pair)
         implied = pair.plain_ms / pair.speculative_ms * (1 + number * ratio)
-        lines.append((
-            pair.name, number, f"{pair.plain_ms:.4g} -> {pair.speculative_ms:.4g}", f"{ratio:.3f} ({source})",
-            f"{implied:.2f}", f"{acceptance_of(implied - 1, number):.2f}",
-        ))  # fmt: skip
+        lines.append(
+            (
+                pair.name,
+                number,
+                f"{pair.plain_ms:.4g} -> {pair.speculative_ms:.4g}",
+                f"{ratio:.3f} ({source})",
+                f"{implied:.2f}",
+                f"{acceptance_of(implied - 1, number):.2f}",
+            )
+        )
     return markdown(["pair", "K", "ms/token", "c", "implied tokens per round", "implied acceptance"], lines)
 
 
@@ -330,14 +361,21 @@ def page() -> str:
         for name, new, old in zip(names, found, stored, strict=True)
     ]
     constants += [
-        (f"time to read weights of {bits} bits, over a copy of as many bytes", f"{fitted_slowdown(bits, machine):.2f}",
-         f"{slowdown:.2f}")
+        (
+            f"time to read weights of {bits} bits, over a copy of as many bytes",
+            f"{fitted_slowdown(bits, machine):.2f}",
+            f"{slowdown:.2f}",
+        )
         for bits, slowdown in READ_SLOWDOWN.items()
-    ]  # fmt: skip
+    ]
     return page_of(
-        "published", constants=markdown(["constant", "fitted", "in the catalogue"], constants), shares=share_table(),
-        rows=source_sections(), costs=cost_table(machine), pairs=pair_table(),
-    )  # fmt: skip
+        "published",
+        constants=markdown(["constant", "fitted", "in the catalogue"], constants),
+        shares=share_table(),
+        rows=source_sections(),
+        costs=cost_table(machine),
+        pairs=pair_table(),
+    )
 
 
 if __name__ == "__main__":

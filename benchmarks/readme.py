@@ -48,14 +48,20 @@ def _figures(row: Row) -> Row:
     plain, speculative = ms["ours, plain"], ms["ours, speculative"]
     generate, assisted = ms["transformers, generate"], ms["transformers, assisted"]
     return {
-        **row, **versions,
-        "ours_plain": plain, "ours_speculative": speculative, "generate": generate, "assisted": assisted,
-        "bound_ms_per_token": bound, "plain_to_generate": plain / generate,
-        "speculative_to_assisted": speculative / assisted, "speedup": plain / speculative,
+        **row,
+        **versions,
+        "ours_plain": plain,
+        "ours_speculative": speculative,
+        "generate": generate,
+        "assisted": assisted,
+        "bound_ms_per_token": bound,
+        "plain_to_generate": plain / generate,
+        "speculative_to_assisted": speculative / assisted,
+        "speedup": plain / speculative,
         "speculative_to_bound": speculative / bound,
         **{f"{mode}_1500_to_100": late[f"{mode}, 1500"] / late[f"{mode}, 100"] for mode in ("plain", "speculative")},
         "gb_per_s": row["memory_bytes_per_s"] / 1e9,
-    }  # fmt: skip
+    }
 
 
 def peers_text(row: Row) -> str:
@@ -97,9 +103,12 @@ def _gpu_line(cell: Row, row: Row) -> list[str]:
     read_bytes = row["target_bytes"] + drafts * row["num_draft_tokens"] * row["draft_bytes"]
     tokens = statistics.median((num_new - 1) / rounds for rounds in cell["rounds"])
     figures = [
-        f"{1e3 * statistics.median(cell['s']) / num_new:.2f}", f"{ms:.2f}", f"{tokens:.2f}" if drafts else "",
-        f"{1e3 * read_bytes / row['copy_bytes_per_s'] / ms:.0%}", f"{1e3 * statistics.median(cell['first_s']):.1f}",
-    ]  # fmt: skip
+        f"{1e3 * statistics.median(cell['s']) / num_new:.2f}",
+        f"{ms:.2f}",
+        f"{tokens:.2f}" if drafts else "",
+        f"{1e3 * read_bytes / row['copy_bytes_per_s'] / ms:.0%}",
+        f"{1e3 * statistics.median(cell['first_s']):.1f}",
+    ]
     return [cell["line"], *figures]
 
 

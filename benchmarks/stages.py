@@ -28,9 +28,13 @@ from llama_ssp.settings.compose import compose, to_run_config
 ROWS, NUM_NEW_TOKENS, REPETITIONS, AT_MOST = 8, 128, 7, 1.15
 PROMPT = "import os"
 COMMON = [
-    "task=generate", "task.format=jsonl", "device=cpu", "draft=none", "ignore_eos=true",
+    "task=generate",
+    "task.format=jsonl",
+    "device=cpu",
+    "draft=none",
+    "ignore_eos=true",
     f"max_new_tokens={NUM_NEW_TOKENS}",
-]  # fmt: skip
+]
 
 
 def rows_of(number: int) -> list[str]:

@@ -31,9 +31,7 @@ _INTEGER = {"type": "integer", "minimum": 0, "maximum": 9999}
 
 
 def _object(**properties: object) -> dict[str, object]:
-    return {
-        "type": "object", "properties": properties, "required": [*properties], "additionalProperties": False,
-    }  # fmt: skip
+    return {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
 
 
 SCHEMAS: dict[str, tuple[str, dict[str, object]]] = {
@@ -127,27 +125,41 @@ def measure(settings: Sequence[str], *, num_turns: int, clients: Sequence[int], 
                 for drafted, plain in zip(found["draft"], found["plain"], strict=True)
             ]
             wall, cpu = (sorted(column) for column in zip(*by_turn, strict=True))
-            cells.append({
-                "kind": kind, "clients": number, "wall": [round(ratio, 3) for ratio in wall],
-                "cpu": [round(ratio, 3) for ratio in cpu],
-                "per_round": round(statistics.mean(speed.per_round for speed in found["draft"]), 2),
-                **{name: round(statistics.median(speed.wall for speed in those), 1) for name, those in found.items()},
-            })  # fmt: skip
+            cells.append(
+                {
+                    "kind": kind,
+                    "clients": number,
+                    "wall": [round(ratio, 3) for ratio in wall],
+                    "cpu": [round(ratio, 3) for ratio in cpu],
+                    "per_round": round(statistics.mean(speed.per_round for speed in found["draft"]), 2),
+                    **{
+                        name: round(statistics.median(speed.wall for speed in those), 1)
+                        for name, those in found.items()
+                    },
+                }
+            )
             print(json.dumps(cells[-1]), flush=True)
     return cells
 
 
 def text(row: Row) -> str:
     """A table of the cells, and one of the goals."""
-    heads = ["kind", "clients", "plain, tokens/s", "draft", "ratio of turns, median and range", "of CPU time",
-             "tokens a round"]  # fmt: skip
+    heads = [
+        "kind",
+        "clients",
+        "plain, tokens/s",
+        "draft",
+        "ratio of turns, median and range",
+        "of CPU time",
+        "tokens a round",
+    ]
     lines, goals = list[list[object]](), list[Goal]()
     for cell in row["cells"]:
         wall, cpu = (statistics.median(cell[name]) for name in ("wall", "cpu"))
         spread = f"{wall:.2f} ({cell['wall'][0]:.2f} to {cell['wall'][-1]:.2f})"
-        lines.append([
-            cell["kind"], cell["clients"], cell["plain"], cell["draft"], spread, f"{cpu:.2f}", cell["per_round"],
-        ])  # fmt: skip
+        lines.append(
+            [cell["kind"], cell["clients"], cell["plain"], cell["draft"], spread, f"{cpu:.2f}", cell["per_round"]]
+        )
         if least := GOALS.get((cell["kind"], cell["clients"])):
             goals.append(Goal(f"{cell['kind']}, {cell['clients']} clients, plain / draft", 1 / wall, 1 / least))
     what = f"`tiny` with `tiny-draft`, {len(SCHEMAS)} schemas, temperature {TEMPERATURE}, {row['processor']}; server"

@@ -45,14 +45,17 @@ def tokens_per_s(
 def start() -> tuple[str, Complete]:
     """Make the engine, in vLLM's interpreter."""
     os.environ |= _ENVIRONMENT
-    import vllm  # type: ignore[import-not-found]  # noqa: PLC0415 - it is in that interpreter alone
+    import vllm  # type: ignore[import-not-found]
 
     settings = json.loads(sys.argv[1])
     drafts = "speculative_config" in settings
     engine: Any = vllm.LLM(
-        dtype="bfloat16", skip_tokenizer_init=True, enable_prefix_caching=False, disable_log_stats=not drafts,
+        dtype="bfloat16",
+        skip_tokenizer_init=True,
+        enable_prefix_caching=False,
+        disable_log_stats=not drafts,
         **settings,
-    )  # fmt: skip
+    )
 
     def num_rounds() -> int:
         return sum(int(metric.value) for metric in engine.get_metrics() if metric.name == _DRAFTS) if drafts else 0

@@ -128,7 +128,7 @@ def similar_name(given: str, known: Iterable[str]) -> str | None:
 
 def _contains(name: str, wanted: str) -> bool:
     """Whether a text is inside of a name; one of two letters only at its beginning."""
-    return wanted in name if len(wanted) > 2 else len(wanted) > 1 and name.startswith(wanted)  # noqa: PLR2004 - letters
+    return wanted in name if len(wanted) > 2 else len(wanted) > 1 and name.startswith(wanted)
 
 
 def unknown_name(kind: str, given: str, known: Iterable[str]) -> str:

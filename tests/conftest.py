@@ -108,7 +108,7 @@ def _options_are_composed_once() -> Iterator[None]:
             register(root)
             registered.update({"kinds": kinds(), root: True})
 
-    def remembered(root: str, chosen: list[str], **named: bool) -> Any:  # noqa: ANN401 - as Hydra's
+    def remembered(root: str, chosen: list[str], **named: bool) -> Any:
         own = [file for folder in catalogue.own_folders() for file in folder.rglob("*.yaml")]
         key = root, *chosen, *named.values(), *kinds(), *((file, file.stat().st_mtime_ns) for file in own)
         if key not in known:
@@ -131,7 +131,7 @@ def own_conf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[OwnCon
 
 
 @pytest.fixture(scope="module")
-def pair() -> Any:  # noqa: ANN401 - a `Pair`, which takes seconds to import
+def pair() -> Any:
     """The shipped pair, loaded for each file."""
     from llama_ssp import load
 

@@ -27,23 +27,48 @@ DRAFTS = (None, "tiny-draft", "tiny-eagle", "ngram")
 RULES = ("speculative", "block", "coupled")
 PLACEMENTS = {
     1: ["task=compare", "task=latency num_warmup=0 prompt=x", "draft=tiny-eagle speculation.tree=2x2x1"],
-    2: ["placement=sharded", "placement=one_rank", "placement=own_gpu speculation.overlap=true",
-        "placement=replicated"],
+    2: [
+        "placement=sharded",
+        "placement=one_rank",
+        "placement=own_gpu speculation.overlap=true",
+        "placement=replicated",
+    ],
     3: ["placement=sharded", "placement=replicas"],
     4: ["placement=own_gpu", "model.quantization=int8_weight_only"],
-}  # fmt: skip
+}
 MODELS = (
-    "7B", "30B draft=7B", "65B_8bit draft=7B", "llama3_70B draft=llama3_1B", "llama3_8B draft=eagle3_llama3_8B",
-    "mixtral_8x7B", "qwen3_30B_A3B draft=qwen3_0.6B", "tiny", "tiny draft=ngram speculation.tree=3x1x1",
-)  # fmt: skip
+    "7B",
+    "30B draft=7B",
+    "65B_8bit draft=7B",
+    "llama3_70B draft=llama3_1B",
+    "llama3_8B draft=eagle3_llama3_8B",
+    "mixtral_8x7B",
+    "qwen3_30B_A3B draft=qwen3_0.6B",
+    "tiny",
+    "tiny draft=ngram speculation.tree=3x1x1",
+)
 MACHINES = ("h100", "8xa100_80gb", "p4d_24xlarge", "laptop_cpu", "2xh200")
 CHOICES = ("", "placement=sharded", "batch_size=16 speculation.num_draft_tokens=auto")
 MISTAKES = (
-    "run modle=7B", "run model=tinny", "run task=nothing", "run speculation.num_draft_tokens=0", "run draft=mtp",
-    "run sampling.temperature=-1", "run placement=own_gpu", "run model=30B", "run prompts=missing.txt", "rnu",
-    "plan model=65B draft=7B hardware=g5_12xlarge", "plan hardware=nothing", "report nowhere", "serve host=0.0.0.0",
-    "calibrate model=7B", "run task=evaluate suite=x", "run max_new_tokens=100000", "run verification=block tree=2x2",
-)  # fmt: skip
+    "run modle=7B",
+    "run model=tinny",
+    "run task=nothing",
+    "run speculation.num_draft_tokens=0",
+    "run draft=mtp",
+    "run sampling.temperature=-1",
+    "run placement=own_gpu",
+    "run model=30B",
+    "run prompts=missing.txt",
+    "rnu",
+    "plan model=65B draft=7B hardware=g5_12xlarge",
+    "plan hardware=nothing",
+    "report nowhere",
+    "serve host=0.0.0.0",
+    "calibrate model=7B",
+    "run task=evaluate suite=x",
+    "run max_new_tokens=100000",
+    "run verification=block tree=2x2",
+)
 _TIMES = re.compile(r"\d+(\.\d+)?(e-?\d+)? ?(ms|s|x|tokens/s|GB/s|%)\b")
 
 

@@ -118,9 +118,13 @@ def acceptance(
     Target and draft have synthetic weights of this agreement, or the draft, then a head, of this noise.
     """
     config = run_config(
-        catalogue.load(model), catalogue.load(draft), weights=NAME,
-        synthetic=SyntheticConfig(agreement=agreement), batch_size=num_texts, ignore_eos=False,
-    )  # fmt: skip
+        catalogue.load(model),
+        catalogue.load(draft),
+        weights=NAME,
+        synthetic=SyntheticConfig(agreement=agreement),
+        batch_size=num_texts,
+        ignore_eos=False,
+    )
     with start(device=DeviceKind.cpu, timeout_s=60) as world:
         target, source = find_sources(config, world)
         if source and noise is not None and isinstance(source.origin, HeadSource):

@@ -18,9 +18,18 @@ SOURCE_HOLDOUT_EVERY = 25
 PRODUCT_HOLDOUT_EVERY = 10
 # Vendored or generated code, test suites, and tables that are data rather than source.
 SKIPPED_FOLDERS = {
-    "test", "tests", "idlelib", "idle_test", "site-packages", "lib2to3", "ensurepip", "turtledemo", "encodings",
-    "pydoc_data", "__pycache__",
-}  # fmt: skip
+    "test",
+    "tests",
+    "idlelib",
+    "idle_test",
+    "site-packages",
+    "lib2to3",
+    "ensurepip",
+    "turtledemo",
+    "encodings",
+    "pydoc_data",
+    "__pycache__",
+}
 SKIPPED_PREFIXES = ("_sysconfigdata", "config-")
 PRODUCT_PATTERN = re.compile(r"(?<!\d)(\d\d) ?\* ?(\d\d) ?=(?!=)")
 

@@ -48,9 +48,12 @@ def write_rows(target: Path, sources: batches.SourceRows, scratch: Path, options
     end, count = time.monotonic() + options.minutes * 60, 0
     while time.monotonic() < end:
         completions = pair.generate(
-            sources.take(options.rows, PROMPT - 1), max_new_tokens=LENGTH - PROMPT, temperature=TEMPERATURE,
-            seed=options.seed, batch_size=options.rows,
-        )  # fmt: skip
+            sources.take(options.rows, PROMPT - 1),
+            max_new_tokens=LENGTH - PROMPT,
+            temperature=TEMPERATURE,
+            seed=options.seed,
+            batch_size=options.rows,
+        )
         rows = [torch.tensor([*each.prompt_ids, *each.token_ids], dtype=torch.int32) for each in completions]
         filling = torch.full((LENGTH,), pad_id, dtype=torch.int32)  # so that a row is as long as can be
         rows_BT = pad_sequence([filling, *rows], batch_first=True, padding_value=pad_id)[1:]

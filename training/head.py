@@ -169,9 +169,12 @@ def chain_gradients(reading: Reading, logits: list[Tensor], mix: float) -> Chain
     for logits_BPW in logits:
         weights_BP = reach_BP.clamp(min=LEAST_WEIGHT) * started_BP / num_real
         step = step_gradient(
-            reading.target_BPW.flatten(0, 1), logits_BPW.detach().flatten(0, 1), reading.places_BP.flatten(),
-            weights_BP.flatten(), mix,
-        )  # fmt: skip
+            reading.target_BPW.flatten(0, 1),
+            logits_BPW.detach().flatten(0, 1),
+            reading.places_BP.flatten(),
+            weights_BP.flatten(),
+            mix,
+        )
         accepted_BP = step.acceptance_N.view_as(reach_BP)
         gradients.append(step.logits_NW.view_as(logits_BPW))
         acceptance.append(float((accepted_BP * reach_BP).sum() / reach_BP.sum()))

@@ -30,9 +30,19 @@ from training.export import READABLE, WEIGHTS
 CONFIG = "config.json"
 LEAST_LAYERS = 6
 _SAVED = (
-    "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size",
-    "hidden_act", "rms_norm_eps", "rope_parameters", "max_position_embeddings", "vocab_size", "tie_word_embeddings",
-)  # fmt: skip
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "intermediate_size",
+    "hidden_act",
+    "rms_norm_eps",
+    "rope_parameters",
+    "max_position_embeddings",
+    "vocab_size",
+    "tie_word_embeddings",
+)
 
 
 def tapped_layers(num_layers: int) -> tuple[int, int, int]:

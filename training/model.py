@@ -20,10 +20,15 @@ Scorer = Callable[[Tensor], Tensor]
 def llama_config(**sizes: Any) -> LlamaConfig:
     """Returns a configuration with the vocabulary of the pair, unless `sizes` have another one."""
     common: dict[str, Any] = {
-        "vocab_size": VOCABULARY, "max_position_embeddings": CONTEXT, "rms_norm_eps": 1e-5, "dtype": "float32",
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "bos_token_id": BOS_ID,
-        "eos_token_id": EOS_ID, "pad_token_id": PAD_ID,
-    }  # fmt: skip
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": CONTEXT,
+        "rms_norm_eps": 1e-5,
+        "dtype": "float32",
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "bos_token_id": BOS_ID,
+        "eos_token_id": EOS_ID,
+        "pad_token_id": PAD_ID,
+    }
     return LlamaConfig(**common | sizes)
 
 
@@ -31,9 +36,13 @@ TARGET = llama_config(
     hidden_size=256, num_hidden_layers=10, num_attention_heads=8, num_key_value_heads=4, intermediate_size=1024
 )
 DRAFT = llama_config(
-    hidden_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=512,
+    hidden_size=128,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    intermediate_size=512,
     tie_word_embeddings=True,
-)  # fmt: skip
+)
 
 
 def new_llama(config: LlamaConfig) -> LlamaForCausalLM:

@@ -60,18 +60,32 @@ class Target:
         """Returns a head with random weights, and the target's embedding and output, which are not trained."""
         of_target, is_llama = self.model.config, self.kind in OF_PAIRS
         same = (
-            "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
-            "hidden_act", "rms_norm_eps", "rope_parameters", "max_position_embeddings",
-        )  # fmt: skip
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "head_dim",
+            "hidden_act",
+            "rms_norm_eps",
+            "rope_parameters",
+            "max_position_embeddings",
+        )
         sizes = {name: value for name in same if (value := getattr(of_target, name, None)) is not None}
         of_layers = LlamaConfig if is_llama else Qwen3Config
         head = class_of(self.kind).from_training_args(
             of_layers(**sizes, num_hidden_layers=num_layers, tie_word_embeddings=False),
-            verifier_name_or_path=str(self.folder), draft_vocab_size=of_target.vocab_size,
-            target_layer_ids=list(self.layers), mask_token_id=self.pad_id, draft_attn_impl="eager",
-            norm_before_residual=True, norm_before_fc=True, ttt_steps=block_size, num_depths=block_size,
+            verifier_name_or_path=str(self.folder),
+            draft_vocab_size=of_target.vocab_size,
+            target_layer_ids=list(self.layers),
+            mask_token_id=self.pad_id,
+            draft_attn_impl="eager",
+            norm_before_residual=True,
+            norm_before_fc=True,
+            ttt_steps=block_size,
+            num_depths=block_size,
             block_size=block_size,
-        )  # fmt: skip
+        )
         return head.to(self.device)
 
     @torch.no_grad()
@@ -82,11 +96,13 @@ class Target:
         states = decoder(ids_RT, output_hidden_states=True, use_cache=False).hidden_states
         hook.remove()
         parts = {
-            "input_ids": ids_RT, "loss_mask": ids_RT != self.pad_id, "verifier_last_hidden_states": last[0],
+            "input_ids": ids_RT,
+            "loss_mask": ids_RT != self.pad_id,
+            "verifier_last_hidden_states": last[0],
             "hidden_states": torch.cat([states[layer] for layer in self.layers], dim=-1),
             "position_ids": torch.arange(ids_RT.shape[1], device=ids_RT.device).expand_as(ids_RT),
             "document_ids": torch.arange(len(ids_RT), device=ids_RT.device)[:, None].expand_as(ids_RT),
-        }  # fmt: skip
+        }
         if self.kind in OF_PAIRS:  # of taps and the token after them
             parts = {name: part[:, :-1] if name == "hidden_states" else part[:, 1:] for name, part in parts.items()}
         return {name: part.flatten(0, 1)[None] for name, part in parts.items()}
@@ -109,10 +125,14 @@ class Trainer:
             saved = load_file(options.start / WEIGHTS)  # which lacks what is the target's
             self.head.load_state_dict(saved, strict=False)
         self.how, _ = self.head.get_trainer_kwargs(
-            loss_fn=LOSSES[options.kind], loss_implementation="eager", max_anchors=options.anchors,
-            ttt_steps=options.block, ttt_step_loss_decay=1.0, num_depths=options.block,
+            loss_fn=LOSSES[options.kind],
+            loss_implementation="eager",
+            max_anchors=options.anchors,
+            ttt_steps=options.block,
+            ttt_step_loss_decay=1.0,
+            num_depths=options.block,
             per_position_loss_weight="dpace" if options.kind == "dflash" else "fixed-exp-decay",
-        )  # fmt: skip
+        )
         trained = [parameter for parameter in self.head.parameters() if parameter.requires_grad]
         self.optimiser = torch.optim.AdamW(trained, options.rate, weight_decay=0.01)
         self.log = Log(options.scratch / f"{options.kind}.jsonl")

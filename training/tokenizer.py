@@ -35,9 +35,13 @@ def train_tokenizer() -> PreTrainedTokenizerFast:
     begin = processors.TemplateProcessing(single=f"{BOS} $A", pair=f"{BOS} $A {BOS} $B", special_tokens=[(BOS, BOS_ID)])
     core.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=False), begin])
     return PreTrainedTokenizerFast(
-        tokenizer_object=core, bos_token=BOS, eos_token=EOS, pad_token=PAD, model_max_length=CONTEXT,
+        tokenizer_object=core,
+        bos_token=BOS,
+        eos_token=EOS,
+        pad_token=PAD,
+        model_max_length=CONTEXT,
         clean_up_tokenization_spaces=False,
-    )  # fmt: skip
+    )
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:

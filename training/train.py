@@ -45,7 +45,7 @@ class Optimisers:
         inner: list[nn.Parameter] = []
         outer: list[nn.Parameter] = []
         for name, parameter in self.model.named_parameters():
-            between = parameter.ndim == 2 and not name.startswith(("model.embed_tokens.", "lm_head."))  # noqa: PLR2004
+            between = parameter.ndim == 2 and not name.startswith(("model.embed_tokens.", "lm_head."))
             (inner if between else outer).append(parameter)
         muon = torch.optim.Muon(inner, lr=self.rate, weight_decay=self.decay, adjust_lr_fn="match_rms_adamw")
         adam = torch.optim.AdamW(outer, lr=self.rate * 0.6, betas=(0.9, 0.95), weight_decay=0.0, fused=True)

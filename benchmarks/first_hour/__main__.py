@@ -40,7 +40,7 @@ def all_steps(*, is_small: bool, num_gpus: int, most_s: float = math.inf) -> lis
             for name, (least, _) in runs.CHECKS.items()
             if not (is_small and name in LARGE)
         ),
-    ]  # fmt: skip
+    ]
 
 
 def count_gpus() -> int:

@@ -83,9 +83,14 @@ def num_tokens(where: Where) -> int:
 
 @cache
 def pair_of(
-    where: Where, dtype: Dtype, *, draft: str | None = DRAFT, quantization: str = "none", cache_dtype: str = OWN_DTYPE,
+    where: Where,
+    dtype: Dtype,
+    *,
+    draft: str | None = DRAFT,
+    quantization: str = "none",
+    cache_dtype: str = OWN_DTYPE,
     reproducible: bool = False,
-) -> Pair:  # fmt: skip
+) -> Pair:
     """The shipped models."""
     config = config_of(TARGET, draft, dtype=dtype, device=where.device, quantization=quantization)
     if draft == HEAD:
@@ -108,7 +113,7 @@ def path_of(runner: Runner, decoder: Decoder | None = None) -> dict[str, str]:
 def path_expected(where: Where, dtype: torch.dtype, *, has_graphs: bool) -> dict[str, str]:
     """Which path they should take: what the documentation promises of this GPU."""
     path = {"rounds": "graphs" if where.is_gpu and has_graphs else "no graphs"}
-    is_half = dtype.itemsize == 2  # noqa: PLR2004 - bytes
+    is_half = dtype.itemsize == 2
     if is_half and capability_of(where.device) >= FIRST_CAPABILITY_BY_LENGTH:
         return path | {"attention": "lengths", "layers": "few kernels"}
     return path | ({"attention": "masks"} if where.is_gpu else {})
@@ -133,9 +138,15 @@ def texts(where: Where, decoder: Decoder, pair: Pair, *, number: int) -> list[li
 
 
 def same_as_launched(
-    where: Where, *, dtype: Dtype, draft: str | None = DRAFT, tree: str | None = None, modes: Sequence[bool] = (True,),
-    batch_size: int = 2, temperatures: Sequence[float] = (0.0, 0.8),
-) -> Iterator[str]:  # fmt: skip
+    where: Where,
+    *,
+    dtype: Dtype,
+    draft: str | None = DRAFT,
+    tree: str | None = None,
+    modes: Sequence[bool] = (True,),
+    batch_size: int = 2,
+    temperatures: Sequence[float] = (0.0, 0.8),
+) -> Iterator[str]:
     """Rounds: replayed twice as launched from Python, and at temperature 0 in fp32 with the target's own text.
 
     `modes` are plain (False) and speculative rounds; without `draft`, prompt look-up drafts.
@@ -252,9 +263,15 @@ def experts(where: Where) -> Iterator[str]:
     """Forwards of a few tokens through a random Mixtral of quantized experts: without waits, and alike as graphs."""
     width, units, num_layers = (64, 96, 2) if where.is_small else (1536, 4096, 4)
     config = MixtralConfig(
-        vocab_size=1000, hidden_size=width, intermediate_size=units, num_hidden_layers=num_layers,
-        num_attention_heads=width // 32, num_key_value_heads=2, num_local_experts=8, num_experts_per_tok=2,
-    )  # fmt: skip
+        vocab_size=1000,
+        hidden_size=width,
+        intermediate_size=units,
+        num_hidden_layers=num_layers,
+        num_attention_heads=width // 32,
+        num_key_value_heads=2,
+        num_local_experts=8,
+        num_experts_per_tok=2,
+    )
     dtype = torch.bfloat16 if where.is_gpu else torch.float32
     with TemporaryDirectory() as folder:
         AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(folder)

@@ -12,9 +12,16 @@ from benchmarks.first_hour.step import Check, Where, main, say
 from llama_ssp.reports.provenance import git_commit, processor, versions
 
 COMMANDS = (
-    "nvidia-smi -q", "nvidia-smi topo -m", "nvidia-smi nvlink --status", "rocm-smi", "nvcc --version", "cc --version",
-    "uname -srm", "lscpu", "free -g",
-)  # fmt: skip
+    "nvidia-smi -q",
+    "nvidia-smi topo -m",
+    "nvidia-smi nvlink --status",
+    "rocm-smi",
+    "nvcc --version",
+    "cc --version",
+    "uname -srm",
+    "lscpu",
+    "free -g",
+)
 
 
 def facts(where: Where) -> list[str]:

@@ -41,9 +41,15 @@ SPARE_SLOTS = 40
 LEAST_LAUNCHES = 200
 """Between two waits for a GPU, each of which takes as long as some kernels."""
 MATRICES = {
-    "7B qkv": (12288, 4096), "7B output": (4096, 4096), "7B gate and up": (22016, 4096), "7B down": (4096, 11008),
-    "30B qkv": (19968, 6656), "30B down": (6656, 17920), "65B output of 8 ranks": (8192, 1024), "head": (32000, 4096),
-}  # fmt: skip
+    "7B qkv": (12288, 4096),
+    "7B output": (4096, 4096),
+    "7B gate and up": (22016, 4096),
+    "7B down": (4096, 11008),
+    "30B qkv": (19968, 6656),
+    "30B down": (6656, 17920),
+    "65B output of 8 ranks": (8192, 1024),
+    "head": (32000, 4096),
+}
 SMALL_MATRICES = {"tiny": (96, 256)}
 
 
@@ -97,9 +103,14 @@ def in_fp64(dtype: torch.dtype | None = torch.float64) -> VarlenAttention:
     """Attention by torch's operators, row by row: in fp64, what others are held to; None computes in that of inputs."""
 
     def attend(
-        queries_QHD: Tensor, keys_SND: Tensor, values_SND: Tensor, sequences: Sequences,
-        *, scale: float, window: None,  # noqa: ARG001
-    ) -> Tensor:  # fmt: skip
+        queries_QHD: Tensor,
+        keys_SND: Tensor,
+        values_SND: Tensor,
+        sequences: Sequences,
+        *,
+        scale: float,
+        window: None,  # noqa: ARG001
+    ) -> Tensor:
         found: list[Tensor] = []
         num = sequences.most_queries
         first_slots, lengths = sequences.first_slot_C1[:-1].tolist(), sequences.used_C.tolist()
@@ -160,10 +171,7 @@ def _one_attention(  # noqa: PLR0917 - as they are used
 
     first_queries = numbers(*range(0, (num_rows + 1) * num, num))
     sequences = Sequences(first_queries, numbers(*first_slots, 0), numbers(*used), num, num_slots)
-    pieces = [
-        partial(attend, queries, *each, sequences, scale=scale, window=None)
-        for each in zip(*pools, strict=True)
-    ]  # fmt: skip
+    pieces = [partial(attend, queries, *each, sequences, scale=scale, window=None) for each in zip(*pools, strict=True)]
     wanted = in_fp64()(*pieces[0].args, **pieces[0].keywords)
     yield from judge(name, pieces, wanted, where, num_bytes=num_bytes)
 
@@ -209,13 +217,16 @@ def latents(where: Where) -> Iterator[str]:
 
 
 def products(
-    where: Where, *, kind: Callable[[Tensor, None], Linear], bits: int,
+    where: Where,
+    *,
+    kind: Callable[[Tensor, None], Linear],
+    bits: int,
     all_rows: Sequence[int] = (1, 5, 32, 64, 128, 512),
-) -> Iterator[str]:  # fmt: skip
+) -> Iterator[str]:
     """Products of weights that 4 or 8 bits hold exactly, for the rows of rounds and prompts."""
     dtype = torch.float16 if where.is_gpu else torch.float32
     for name, (outputs, inputs) in (SMALL_MATRICES if where.is_small else MATRICES).items():
-        (least, most), num_bytes = (-8, 7) if bits == 4 else (-127, 127), outputs * inputs * bits // 8  # noqa: PLR2004
+        (least, most), num_bytes = (-8, 7) if bits == 4 else (-127, 127), outputs * inputs * bits // 8
         weight = torch.randint(least, most + 1, (outputs, inputs), device=where.device)
         weight[:, ::128], weight[:, 1::128] = least, most
         weight = (weight / 1024).to(dtype)
@@ -231,7 +242,7 @@ def _own_products(where: Where) -> Iterable[str]:
     if not where.is_gpu:
         skip("our products of 16-bit weights are for GPUs")
     from llama_ssp.extensions.gpu.kernels.halves import product_of_halves
-    from llama_ssp.extensions.gpu.linear import HalvesLinear  # noqa: PLC0415 - of an extension
+    from llama_ssp.extensions.gpu.linear import HalvesLinear
 
     ours = partial(HalvesLinear, few_rows=product_of_halves, most_rows=16)
     return products(where, kind=ours, bits=16, all_rows=(1, 2, 5, 8, 16))
@@ -302,7 +313,7 @@ def draws(where: Where) -> Iterator[str]:
         ids = rule.draw(logits.expand(1, number, -1).contiguous(), uniforms[None])[0].flatten()
         shares = torch.bincount(ids, minlength=vocab_size) / number
         deviations = (shares - probs).abs() / (probs * (1 - probs) / number).sqrt().clamp_(min=1 / number)
-        z = float(torch.where(probs * number >= 10, deviations, 0).max())  # noqa: PLR2004 - so many are nearly normal
+        z = float(torch.where(probs * number >= 10, deviations, 0).max())
         say(case=name, z=z, outside=float(shares[probs == 0].sum()))
         if not (z <= MOST_Z and not shares[probs == 0].any()):
             yield f"{name}: frequencies are off by {z:.1f} standard errors"

@@ -90,7 +90,7 @@ def faults_of_others(comm: Comm, *, is_captured: bool) -> Iterator[str]:
     wanted = torch.cat([joined.new_full((size,), rank) for rank, size in enumerate(sizes)])
     rights = {
         "a gather": (joined == wanted).all(),
-        "a broadcast": (ids == 7).all(),  # noqa: PLR2004 - what rank 0 sends
+        "a broadcast": (ids == 7).all(),
         "a message": rank not in {0, last} or (probs == 3 * step).all(),
     }
     yield from (f"rank {rank}: {name} is wrong, captured: {is_captured}" for name, right in rights.items() if not right)

@@ -130,9 +130,14 @@ def _run(step: Step, folder: Path, limit_s: float) -> Row:
     started = time.monotonic()
     with log.open("wb") as sink:
         process = subprocess.Popen(
-            step.command, cwd=ROOT, env=allowed(os.environ) | own, stdin=subprocess.DEVNULL, stdout=sink,
-            stderr=subprocess.STDOUT, start_new_session=True,
-        )  # fmt: skip
+            step.command,
+            cwd=ROOT,
+            env=allowed(os.environ) | own,
+            stdin=subprocess.DEVNULL,
+            stdout=sink,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
         code = None
         try:
             code = process.wait(limit_s)

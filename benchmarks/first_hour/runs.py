@@ -37,19 +37,32 @@ PLACED = {"sharded": ["placement=sharded"], "own-gpu": APART, "overlapped": OVER
 SHIPPED = ROOT / "llama_ssp" / "shipped"
 SHARDED = PLACED["sharded"]
 TEXTS = {
-    "sharded": SHARDED, "python": [*SHARDED, "cuda_graphs=false"], "own-gpu": APART, "overlapped": OVERLAPPED,
-    "own-sums": [*SHARDED, "own_sums=true"], "replicated": ["placement=replicated"],
-    "tree": [*SHARDED, "speculation.tree=2x2x1"], "head": [*SHARDED, "draft=tiny-eagle"],
-    "ngram": [*SHARDED, "draft=ngram"], "int8": [*SHARDED, "model.quantization=int8_weight_only"],
-    "stages": ["placement.target.stages=2"], "stages-head": ["placement.target.stages=2", "draft=tiny-eagle"],
+    "sharded": SHARDED,
+    "python": [*SHARDED, "cuda_graphs=false"],
+    "own-gpu": APART,
+    "overlapped": OVERLAPPED,
+    "own-sums": [*SHARDED, "own_sums=true"],
+    "replicated": ["placement=replicated"],
+    "tree": [*SHARDED, "speculation.tree=2x2x1"],
+    "head": [*SHARDED, "draft=tiny-eagle"],
+    "ngram": [*SHARDED, "draft=ngram"],
+    "int8": [*SHARDED, "model.quantization=int8_weight_only"],
+    "stages": ["placement.target.stages=2"],
+    "stages-head": ["placement.target.stages=2", "draft=tiny-eagle"],
     "stages-groups": ["placement.target.stages=2", "placement.target.groups=2", "batch_size=4", "num_samples=4"],
     "experts": [*SHARDED, "draft=ngram", "model=local", "cuda_graphs=false"],  # torch's product of groups in fp32 waits
-}  # fmt: skip
+}
 FOUR_STAGES = {"4-stages": ["placement.target.stages=4"]}
 SIZES = {
-    "7B": "tinyllama_1B", "7B_8bit": "tinyllama_1B", "13B": "7B", "30B_8bit": "7B", "30B": "tinyllama_1B",
-    "65B_8bit": "tinyllama_1B", "13B_8bit": "tinyllama_1B", "65B": "tinyllama_1B",
-}  # fmt: skip
+    "7B": "tinyllama_1B",
+    "7B_8bit": "tinyllama_1B",
+    "13B": "7B",
+    "30B_8bit": "7B",
+    "30B": "tinyllama_1B",
+    "65B_8bit": "tinyllama_1B",
+    "13B_8bit": "tinyllama_1B",
+    "65B": "tinyllama_1B",
+}
 """Targets, the most telling first, and drafts that fit beside them on 80 GB; the last one needs more."""
 LIMIT_S = 240
 LOST = [cell for cell in CELLS if cell.fault != FULL and cell.cuda_graphs]

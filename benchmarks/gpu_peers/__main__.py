@@ -65,9 +65,11 @@ def peers_of(arguments: argparse.Namespace, folders: Sequence[Path], *, num_slot
     """All peers in the order of the table; `num_bytes` are the weights of both models."""
     checkout, num_draft_tokens = arguments.gpt_fast, arguments.num_draft_tokens
     settings = {
-        "folders": [*map(str, folders)], "num_draft_tokens": num_draft_tokens, "num_slots": num_slots,
+        "folders": [*map(str, folders)],
+        "num_draft_tokens": num_draft_tokens,
+        "num_slots": num_slots,
         "gpt_fast": str(checkout and checkout.resolve()),
-    }  # fmt: skip
+    }
 
     def here(name: str, *modes: str, absent: str | None = None) -> Peer:
         command = [sys.executable, "-m", "benchmarks.gpu_peers.workers", name, json.dumps(settings)]
@@ -83,10 +85,12 @@ def peers_of(arguments: argparse.Namespace, folders: Sequence[Path], *, num_slot
     drafting = {"method": "draft_model", "model": str(folders[1]), "num_speculative_tokens": num_draft_tokens}
     no_checkout = None if checkout and (checkout / "generate.py").is_file() else "--gpt-fast names no checkout"
     found = [
-        here("llama-ssp", PLAIN, SPECULATIVE), here("gpt-fast", PLAIN, absent=no_checkout),
-        here("transformers", DYNAMIC, STATIC, ASSISTED), vllm(PLAIN),
+        here("llama-ssp", PLAIN, SPECULATIVE),
+        here("gpt-fast", PLAIN, absent=no_checkout),
+        here("transformers", DYNAMIC, STATIC, ASSISTED),
+        vllm(PLAIN),
         vllm(SPECULATIVE, speculative_config=drafting | {"max_model_len": num_slots}),
-    ]  # fmt: skip
+    ]
     chosen = [
         [mode for mode in peer.modes if any(fnmatch(peer.line(mode), only) for only in arguments.only)]
         for peer in found
@@ -155,7 +159,7 @@ def turns_of(arguments: argparse.Namespace, ids: Sequence[int], *, num_tokens: i
 
     A completion of one token takes as long as the first token of a longer one. Ours would not read a prompt twice.
     """
-    from llama_ssp.extensions.benchmark.benchmark import cut  # noqa: PLC0415 - of an extension
+    from llama_ssp.extensions.benchmark.benchmark import cut
 
     kinds = [*product(range(arguments.turns + 2), arguments.temperatures, (1, arguments.max_new_tokens))]
     prompts = cut(ids, num_prompts=len(kinds), num_tokens=num_tokens)
@@ -168,7 +172,7 @@ def turns_of(arguments: argparse.Namespace, ids: Sequence[int], *, num_tokens: i
 
 def prepare(names: Sequence[str], *, agreement: float) -> dict[Path, WeightSource]:
     """Make the folders of two names of the catalogue without weights; returns them, and what `write_weights` writes."""
-    from llama_ssp.extensions.synthetic.source import synthesize  # noqa: PLC0415 - of an extension
+    from llama_ssp.extensions.synthetic.source import synthesize
 
     sources = synthesize([shape for name in names if (shape := catalogue.load(name).shape)], agreement=agreement)
     parent, found = LOGS / f"{'-'.join(names)}-{agreement:g}", dict[Path, WeightSource]()
@@ -218,12 +222,20 @@ def compare(arguments: argparse.Namespace) -> Row:
             copies.append(copy_bytes_per_s(DEVICE))
         cells += [cell | {"prompt_tokens": length} for cell in new]
     return {
-        "target": names[0], "draft": names[1], "agreement": None if is_real else arguments.agreement,
-        "num_draft_tokens": arguments.num_draft_tokens, "max_new_tokens": num_new, "turns": turns,
+        "target": names[0],
+        "draft": names[1],
+        "agreement": None if is_real else arguments.agreement,
+        "num_draft_tokens": arguments.num_draft_tokens,
+        "max_new_tokens": num_new,
+        "turns": turns,
         "device": torch.cuda.get_device_name() if DEVICE.type == "cuda" else processor(),
-        "copy_bytes_per_s": max(copies), "target_bytes": sizes[0], "draft_bytes": sizes[1],
-        "peers": {"torch": torch.__version__} | found, "cells": cells, "lost": lost,
-    }  # fmt: skip
+        "copy_bytes_per_s": max(copies),
+        "target_bytes": sizes[0],
+        "draft_bytes": sizes[1],
+        "peers": {"torch": torch.__version__} | found,
+        "cells": cells,
+        "lost": lost,
+    }
 
 
 def main() -> None:

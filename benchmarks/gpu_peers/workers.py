@@ -31,10 +31,14 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 Settings = dict[str, Any]
 Prompts = Sequence[tuple[int, ...]]
 _SIZES = {
-    "block_size": "max_position_embeddings", "vocab_size": "vocab_size", "n_layer": "num_hidden_layers",
-    "n_head": "num_attention_heads", "n_local_heads": "num_key_value_heads", "dim": "hidden_size",
+    "block_size": "max_position_embeddings",
+    "vocab_size": "vocab_size",
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+    "n_local_heads": "num_key_value_heads",
+    "dim": "hidden_size",
     "intermediate_size": "intermediate_size",
-}  # fmt: skip
+}
 
 
 def written(settings: Settings) -> list[Path]:

@@ -41,9 +41,12 @@ MORE_ARGUMENTS = "more"
 FROM_MODEL = "model"
 """The argument `sampling` that takes the values of the target's files."""
 _KINDS: dict[object, tuple[type, Callable[[Any], object], str]] = {
-    int: (Integral, int, "a whole number"), float: (Real, float, "a number"), str: (str, str, "a text"),
-    bool: (bool, bool, "True or False"), NoneType: (NoneType, lambda _: None, "None"),
-}  # fmt: skip
+    int: (Integral, int, "a whole number"),
+    float: (Real, float, "a number"),
+    str: (str, str, "a text"),
+    bool: (bool, bool, "True or False"),
+    NoneType: (NoneType, lambda _: None, "None"),
+}
 """For an annotation: the type of values (booleans count only as `bool`), their reader, and words for them."""
 
 
@@ -183,7 +186,7 @@ def with_members(given: _Settings, key: str) -> _Settings:
 
 def for_each_model(given: object) -> tuple[object, object]:
     """An argument of both models, or a pair of arguments: the target's and the draft's."""
-    return given if isinstance(given, tuple) and len(given) == 2 else (given, given)  # noqa: PLR2004 - target and draft
+    return given if isinstance(given, tuple) and len(given) == 2 else (given, given)
 
 
 def formats_of(given: Mapping[str, Any]) -> tuple[dict[str, object], dict[str, object]]:

@@ -101,9 +101,13 @@ def load(  # noqa: PLR0913 - a notebook shows this signature
             draft_entry, loaded_draft = _read_model("draft", drafted, tokenizers[1], target=target_entry, **formats[1])
             drafter = arguments.draft_model(draft_entry, vocabulary, draft)
         config = RunConfig(
-            task=GenerateConfig(), model=target_entry, draft=drafter, device=kind,
-            placement=arguments.placement_of(placement), **read,
-        )  # fmt: skip
+            task=GenerateConfig(),
+            model=target_entry,
+            draft=drafter,
+            device=kind,
+            placement=arguments.placement_of(placement),
+            **read,
+        )
         # `generate` says what chooses K, and a fallback serves the calls that let it.
         chosen = replace(config.speculation, num_draft_tokens=next(iter(CHOOSERS.all()), 1))
         asked = frozenset(f"draft.{name}" for name in arguments.draft_of(draft)[1])

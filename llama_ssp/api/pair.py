@@ -145,18 +145,23 @@ def _of_request(
     # The prefill gives the first token; a round gives its accepted tokens and one that the target chose.
     drafted = chain([False], *([True] * number + [False] for number in done.accepted_lengths))
     return Completion(
-        index=request.index, sample=request.sample, prompt_ids=[*request.prompt_ids],
-        text=decode_after(tokenizer, request.prompt_ids, done.token_ids), token_ids=done.token_ids,
+        index=request.index,
+        sample=request.sample,
+        prompt_ids=[*request.prompt_ids],
+        text=decode_after(tokenizer, request.prompt_ids, done.token_ids),
+        token_ids=done.token_ids,
         finish_reason=cast("FinishReason", done.finish_reason),
-        accepted_lengths=done.accepted_lengths, draft_lengths=done.draft_lengths,
+        accepted_lengths=done.accepted_lengths,
+        draft_lengths=done.draft_lengths,
         is_drafted=[next(drafted, False) for _ in done.token_ids],
         acceptance=sum(number for number, _ in examined) / num_examined if num_examined else None,
-        num_target_forwards=done.num_target_forwards, num_reused_tokens=done.num_reused_tokens,
+        num_target_forwards=done.num_target_forwards,
+        num_reused_tokens=done.num_reused_tokens,
         times=CompletionTimes(
             total_s=done.busy_s, first_token_s=done.first_token_s, **{f"{part}_s": s for part, s in done.part_s.items()}
         ),
         **(vars(scores) if scores else {}),
-    )  # fmt: skip
+    )
 
 
 class OneCall:
@@ -353,14 +358,23 @@ class Pair:
     def _read(self, read: Mapping[str, Any]) -> tuple[RunConfig, list[PromptRequest]]:
         """The config and the requests of a call; raises ConfigError as `generate`."""
         same = (
-            "max_new_tokens", "num_samples", "batch_size", "seed", "chat", "chat_arguments", "logprobs",
-            "prompt_logprobs", "stop_strings",
-        )  # fmt: skip
+            "max_new_tokens",
+            "num_samples",
+            "batch_size",
+            "seed",
+            "chat",
+            "chat_arguments",
+            "logprobs",
+            "prompt_logprobs",
+            "stop_strings",
+        )
         config = replace(
-            self.config, sampling=self._sampling(read), verification=VerificationConfig(rule=read["verification"]),
+            self.config,
+            sampling=self._sampling(read),
+            verification=VerificationConfig(rule=read["verification"]),
             speculation=SpeculationConfig(num_draft_tokens=read["num_draft_tokens"], tree=read["tree"]),
             **{name: read[name] for name in same},
-        )  # fmt: skip
+        )
         check_values(config_on(config, self.world))
         prompts = [
             _as_prompt(number, prompt, self.tokenizer, config.chat_arguments)
@@ -374,9 +388,14 @@ class Pair:
         return replace(config, batch_size=min(config.batch_size, len(requests))), requests
 
     def _decode(
-        self, config: RunConfig, requests: Sequence[PromptRequest], adapter: StreamerAdapter | None, stop: StopRequest,
-        *, plain: bool,
-    ) -> list[RowCompletion]:  # fmt: skip
+        self,
+        config: RunConfig,
+        requests: Sequence[PromptRequest],
+        adapter: StreamerAdapter | None,
+        stop: StopRequest,
+        *,
+        plain: bool,
+    ) -> list[RowCompletion]:
         """The completions of requests in order, fewer after a stop."""
         done = {}
         with torch.inference_mode(), selected(self.device), self._decoder(config, requests, plain=plain) as decoder:
@@ -453,9 +472,13 @@ class Pair:
         """
         models, kept, speculative = self.models, self._decoders, self.models.drafts and not plain
         key = (
-            speculative, config.batch_size, str(config.speculation), config.verification.rule,
-            torch.get_num_threads(), str(config.sampling),
-        )  # fmt: skip
+            speculative,
+            config.batch_size,
+            str(config.speculation),
+            config.verification.rule,
+            torch.get_num_threads(),
+            str(config.sampling),
+        )
         decoder = kept.get(key) or build_decoder(models, config, speculative=speculative)
         kept[key] = decoder
         kept.move_to_end(key)

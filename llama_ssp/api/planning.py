@@ -85,11 +85,14 @@ def _config(read: Mapping[str, Any], machine: HardwareConfig) -> PlanConfig:
         entry = arguments.entry_of("draft", arguments.draft_of(read["draft"])[0], target=target, **formats[1])
         drafter = arguments.draft_model(entry, arguments.vocabulary_of(read["tokenizer"]), read["draft"])
     return PlanConfig(
-        model=target, draft=drafter, hardware=asdict(machine), placement=arguments.placement_of(read["placement"]),
+        model=target,
+        draft=drafter,
+        hardware=asdict(machine),
+        placement=arguments.placement_of(read["placement"]),
         sampling=SamplingConfig(temperature=read["temperature"]),
         speculation=SpeculationConfig(num_draft_tokens=read["num_draft_tokens"], acceptance=read["acceptance"]),
         **{name: read[name] for name in ("batch_size", "prompt_tokens", "max_new_tokens")},
-    )  # fmt: skip
+    )
 
 
 def _machine(given: object) -> HardwareConfig:

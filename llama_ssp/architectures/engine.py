@@ -150,7 +150,7 @@ def reads_by_length(*, capability: float, value_bytes: int, head_dim: int, round
 
     `capability` is the compute capability of an NVIDIA GPU, 0 for AMD GPUs and CPUs.
     """
-    is_narrow = value_bytes == 2  # noqa: PLR2004 - bytes
+    is_narrow = value_bytes == 2
     has_head = head_dim % 8 == 0 and head_dim <= LARGEST_HEAD_BY_LENGTH
     return capability >= FIRST_CAPABILITY_BY_LENGTH and is_narrow and has_head and not rounds_inputs
 

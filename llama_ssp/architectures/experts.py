@@ -25,7 +25,7 @@ def expert_sizes(field: Callable[[str], Any], *, num_layers: int) -> dict[str, A
     """The sizes of experts as `ModelShape` has them, from the fields of a config; none of a dense model."""
     first = partial(first_size, field)
     num_experts, num_chosen = first(*EXPERTS), first(*_CHOSEN)
-    if num_experts < 2 or not num_chosen or field("is_moe") is False:  # noqa: PLR2004 - one expert is an MLP
+    if num_experts < 2 or not num_chosen or field("is_moe") is False:
         return {}
     units = first(*_UNITS)
     step, without = max(first("decoder_sparse_step", "interleave_moe_layer_step"), 1), field("mlp_only_layers") or []

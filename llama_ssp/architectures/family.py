@@ -158,15 +158,26 @@ def library_of(model_type: str) -> ModelLibrary:
 
 
 _SAME = {
-    "qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3", "mimo": "qwen2",
-    "kimi_k2": "deepseek_v3", "gpt-sw3": "gpt2",
-}  # fmt: skip
+    "qwen2_vl_text": "qwen2",
+    "qwen2_5_vl_text": "qwen2",
+    "qwen3_vl_text": "qwen3",
+    "mimo": "qwen2",
+    "kimi_k2": "deepseek_v3",
+    "gpt-sw3": "gpt2",
+}
 """Kinds that are another one: text parts whose tokens have three positions, other names, a Qwen 2 with MTP layers."""
 _TIES = "tie_word_embeddings"
 _OF_BOTH = (
-    _TIES, "quantization_config", "dtype", "torch_dtype", "bos_token_id", "eos_token_id", "pad_token_id", "auto_map",
+    _TIES,
+    "quantization_config",
+    "dtype",
+    "torch_dtype",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+    "auto_map",
     "trust_remote_code",
-)  # fmt: skip
+)
 
 
 def _holder(content: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -196,15 +207,19 @@ def text_part(content: Mapping[str, Any]) -> Mapping[str, Any]:
         return content
     ropes = {name: part[name] for name in ("rope_scaling", "rope_parameters") if isinstance(part.get(name), dict)}
     # Tokens of text have one position in place of three, which turn all parts of a head alike.
-    one = {name: {key: "default" if each == "mrope" else each for key, each in rope.items()}
-           for name, rope in ropes.items()}  # fmt: skip
+    one = {
+        name: {key: "default" if each == "mrope" else each for key, each in rope.items()}
+        for name, rope in ropes.items()
+    }
     return {**part, "model_type": same or model_type, **one}
 
 
 _LACKED: Mapping[str, Collection[str]] = {
-    "routed_expert_hidden_size": (), "attn_res_block_size": (), "mla_use_output_gate": (),
+    "routed_expert_hidden_size": (),
+    "attn_res_block_size": (),
+    "mla_use_output_gate": (),
     "moe_latent_size": ("nemotron_h",),
-}  # fmt: skip
+}
 """Fields that add parts to a model, and the kinds that transformers has these parts of."""
 _DECODERS = ("CausalLM", "LMHeadModel", "ForConditionalGeneration")
 """Endings of the library's classes that continue a text."""
@@ -276,10 +291,21 @@ def _inventory(parameters: Callable[[ModelShape], Inventory], sizes: tuple[tuple
 _STATES = "whose states do not roll back here"
 _COMPRESSED = "whose tokens read blocks of slots in compressed form"
 _OTHER_LAYERS = {
-    "linear_attention": (_STATES, (
-        "bailing_hybrid", "falcon_mamba", "jamba", "mamba", "mamba2", "minimax", "qwen4_exp_text", "recurrent_gemma",
-        "zamba", "zamba2",
-    )),
+    "linear_attention": (
+        _STATES,
+        (
+            "bailing_hybrid",
+            "falcon_mamba",
+            "jamba",
+            "mamba",
+            "mamba2",
+            "minimax",
+            "qwen4_exp_text",
+            "recurrent_gemma",
+            "zamba",
+            "zamba2",
+        ),
+    ),
     "indexed_attention": (
         "whose tokens read slots that an index of the layer's own chooses",
         ("axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "hy_v4"),
@@ -291,27 +317,59 @@ _OTHER_LAYERS = {
     "heavily_compressed_attention": (_COMPRESSED, ("deepseek_v4",)),
     "wkv": (_STATES, ("rwkv",)),
     "mlstm": (_STATES, ("xlstm",)),
-}  # fmt: skip
+}
 """Layers that the static cache has no place for: why they do not run, and the families whose files need not list them.
 
 Families whose record names such layers run.
 """
 _STATES_OF = {
-    **dict.fromkeys(("falcon_mamba", "jamba", "zamba"), "Mamba 1"), "zamba2": "Mamba 2 with shared attention blocks",
-    "minimax": "lightning attention", "recurrent_gemma": "RG-LRU",
-}  # fmt: skip
+    **dict.fromkeys(("falcon_mamba", "jamba", "zamba"), "Mamba 1"),
+    "zamba2": "Mamba 2 with shared attention blocks",
+    "minimax": "lightning attention",
+    "recurrent_gemma": "RG-LRU",
+}
 """Recurrences that are not known here, in families whose files call them otherwise."""
 _SAME_LAYERS = {"mamba": "linear_attention", "attention": "full_attention"}
 """Kinds of layers by their names in older files."""
 _ROPE_TYPES = (
-    "default", "dynamic", "linear", "llama3", "longrope", "proportional", "yarn", "ntk_alpha", "su", "xdrope"
-)  # fmt: skip
+    "default",
+    "dynamic",
+    "linear",
+    "llama3",
+    "longrope",
+    "proportional",
+    "yarn",
+    "ntk_alpha",
+    "su",
+    "xdrope",
+)
 """Rotary frequencies that transformers knows; the last three are names of single families."""
 _ACTIVATIONS = (
-    "gelu", "gelu_10", "gelu_accurate", "gelu_fast", "gelu_new", "gelu_python", "gelu_python_tanh", "gelu_pytorch_tanh",
-    "hardswish", "laplace", "leaky_relu", "linear", "mish", "prelu", "quick_gelu", "relu", "relu2", "relu6", "sigmoid",
-    "silu", "sqrtsoftplus", "swish", "tanh", "xielu",
-)  # fmt: skip
+    "gelu",
+    "gelu_10",
+    "gelu_accurate",
+    "gelu_fast",
+    "gelu_new",
+    "gelu_python",
+    "gelu_python_tanh",
+    "gelu_pytorch_tanh",
+    "hardswish",
+    "laplace",
+    "leaky_relu",
+    "linear",
+    "mish",
+    "prelu",
+    "quick_gelu",
+    "relu",
+    "relu2",
+    "relu6",
+    "sigmoid",
+    "silu",
+    "sqrtsoftplus",
+    "swish",
+    "tanh",
+    "xielu",
+)
 """Activations of MLPs that transformers knows."""
 OTHER = "one of the families of docs/guides/models.md is required"
 

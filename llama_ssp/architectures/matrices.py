@@ -123,7 +123,15 @@ _EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "embeddings")
 IN_PARTS = ("qkv_proj", "gate_up_proj")
 _MODULES = {
     Cut.query_heads: (
-        "q_proj", "q_b_proj", "kv_b_proj", "g_proj", "self_attn.gate_proj", "dt_proj", "o_proj", "out_proj", "dense",
+        "q_proj",
+        "q_b_proj",
+        "kv_b_proj",
+        "g_proj",
+        "self_attn.gate_proj",
+        "dt_proj",
+        "o_proj",
+        "out_proj",
+        "dense",
         "attn.c_proj",
     ),
     Cut.kv_heads: ("k_proj", "v_proj"),
@@ -131,11 +139,24 @@ _MODULES = {
     Cut.qkv: ("qkv_proj", "attn.c_attn"),
     Cut.gate_up: ("gate_up_proj", "input_linear"),
     Cut.mlp_units: (
-        "gate_proj", "up_proj", "down_proj", "dense_h_to_4h", "dense_4h_to_h", "fc1", "fc2", "fc_in", "fc_out", "c_fc",
-        "c_proj", "w1", "w2", "w3", "output_linear",
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+        "dense_h_to_4h",
+        "dense_4h_to_h",
+        "fc1",
+        "fc2",
+        "fc_in",
+        "fc_out",
+        "c_fc",
+        "c_proj",
+        "w1",
+        "w2",
+        "w3",
+        "output_linear",
     ),
     Cut.vocabulary: (*_EMBEDDINGS, "lm_head"),
-}  # fmt: skip
+}
 _CUTS = {module: cut for cut, modules in _MODULES.items() for module in modules}
 
 
@@ -249,20 +270,32 @@ def split_model(
     blocks = tuple(math.lcm(BLOCK, group) for group in storage.packing.groups) or (BLOCK,)
     shards = tuple(
         RankShard(
-            rank=rank, num_ranks=num_ranks, heads=heads[rank], num_heads=num_heads, blocks=blocks,
-            even_blocks=() if storage.is_quantized else EVEN_BLOCKS, spreads_experts=shape.spreads_experts,
+            rank=rank,
+            num_ranks=num_ranks,
+            heads=heads[rank],
+            num_heads=num_heads,
+            blocks=blocks,
+            even_blocks=() if storage.is_quantized else EVEN_BLOCKS,
+            spreads_experts=shape.spreads_experts,
         )
         for rank in range(num_ranks)
-    )  # fmt: skip
+    )
     for size, cut in ((shape.intermediate_size, Cut.mlp_units), (shape.vocab_size, Cut.vocabulary)):
         shards[0].features(cut, size)  # refuses too many ranks
     return shards
 
 
 def check_inputs(
-    quantization: str, name: str, widths: Collection[int], *, group: int, is_cut: bool, num_ranks: int, is_stored: bool,
+    quantization: str,
+    name: str,
+    widths: Collection[int],
+    *,
+    group: int,
+    is_cut: bool,
+    num_ranks: int,
+    is_stored: bool,
     num_experts: int = 0,
-) -> None:  # fmt: skip
+) -> None:
     """Raise PlacementError if a number of inputs of a layer, or of its slices, is no multiple of a packed group.
 
     `widths` are the ranks' if they share the inputs (`is_cut`); `is_stored` says that files hold the quantized weights.
@@ -577,12 +610,15 @@ def joined(each: Sequence[Inventory], *, final_vectors: int = 0, **others: Any) 
     of_layer, rest = divmod(sum(kind.layer_vectors * count for kind, count in counts.items()), number)
     values = [kind.cached_values for kind in each]
     fields: dict[str, Any] = {
-        "layer": tuple(layer), "layer_vectors": of_layer, "final_vectors": final_vectors + rest, "num_layers": number,
+        "layer": tuple(layer),
+        "layer_vectors": of_layer,
+        "final_vectors": final_vectors + rest,
+        "num_layers": number,
         "cached_values": None if None in values else sum(value or 0 for value in values),
         "states": tuple(replace(kept, num_layers=count) for kept, count in states.items()),
         "each": tuple(each) if len(counts) > 1 else (),
         "sizes": tuple(kind.num_parameters for kind in each) if len(counts) > 1 else (),
-    }  # fmt: skip
+    }
     return Inventory(**fields | others)
 
 
@@ -591,11 +627,16 @@ GATED, PLAIN = ("gate_proj", "up_proj", "down_proj"), ("up_proj", "down_proj")
 
 
 def decoder(
-    shape: ModelShape, modules: Sequence[str] = (*ATTENTION, *GATED),
+    shape: ModelShape,
+    modules: Sequence[str] = (*ATTENTION, *GATED),
     *,
-    biased: Collection[str] = (), norms: int = 2, final_norms: int = 1, head_norms: int = 0,
-    routes_by_bias: bool = False, names: Collection[tuple[str, str]] = (),
-) -> Inventory:  # fmt: skip
+    biased: Collection[str] = (),
+    norms: int = 2,
+    final_norms: int = 1,
+    head_norms: int = 0,
+    routes_by_bias: bool = False,
+    names: Collection[tuple[str, str]] = (),
+) -> Inventory:
     """List the parameters of a decoder with grouped-query attention and one MLP in each layer, such as Llama.
 
     Args:
@@ -611,9 +652,12 @@ def decoder(
     width, units = shape.hidden_size, shape.intermediate_size
     queries, keys = (number * shape.head_dim for number in (shape.num_attention_heads, shape.num_key_value_heads))
     outputs = {
-        "q_proj": queries, **dict.fromkeys(("k_proj", "v_proj"), keys), "qkv_proj": queries + 2 * keys,
-        "query_key_value": 3 * queries, "gate_up_proj": 2 * units,
-    }  # fmt: skip
+        "q_proj": queries,
+        **dict.fromkeys(("k_proj", "v_proj"), keys),
+        "qkv_proj": queries + 2 * keys,
+        "query_key_value": 3 * queries,
+        "gate_up_proj": 2 * units,
+    }
     layer = []
     for name in modules:
         rows, columns, cut = outputs.get(name, units), width, 0
@@ -622,16 +666,24 @@ def decoder(
         part = "self_attn" if _CUTS[name] in HEAD_CUTS else "mlp"
         layer.append(
             Matrix(
-                module=name, num_rows=rows, num_columns=columns, cut=cut, has_bias=name in biased,
+                module=name,
+                num_rows=rows,
+                num_columns=columns,
+                cut=cut,
+                has_bias=name in biased,
                 name=_named(f"{part}.{name}", names),
             )
-        )  # fmt: skip
+        )
     table = Matrix(module="embed_tokens", num_rows=shape.vocab_size, num_columns=width, cut=0)
     head = None if shape.tie_word_embeddings else replace(table, module="lm_head", has_bias="lm_head" in biased)
     found = Inventory(
-        layer=tuple(layer), layer_vectors=norms * width + head_norms * shape.head_dim, embeddings=(table,), head=head,
-        final_vectors=final_norms * width, num_layers=shape.num_hidden_layers,
-    )  # fmt: skip
+        layer=tuple(layer),
+        layer_vectors=norms * width + head_norms * shape.head_dim,
+        embeddings=(table,),
+        head=head,
+        final_vectors=final_norms * width,
+        num_layers=shape.num_hidden_layers,
+    )
     return _with_experts(found, shape, names, routes_by_bias=routes_by_bias) if shape.num_experts else found
 
 
@@ -647,10 +699,17 @@ def _with_experts(
 
     def both(name: str, units: int, *, copies: float = 1, num_chosen: float = 0) -> list[Matrix]:
         return [
-            Matrix(module=f"{name}.{module}", num_rows=rows, num_columns=columns, cut=cut, copies=copies,
-                   num_chosen=num_chosen, name=_named(f"mlp.{name}.{module}", names))
+            Matrix(
+                module=f"{name}.{module}",
+                num_rows=rows,
+                num_columns=columns,
+                cut=cut,
+                copies=copies,
+                num_chosen=num_chosen,
+                name=_named(f"mlp.{name}.{module}", names),
+            )
             for module, rows, columns, cut in (("gate_up_proj", 2 * units, width, 0), ("down_proj", width, units, 1))
-        ]  # fmt: skip
+        ]
 
     experts = both(
         "experts", shape.moe_intermediate_size, copies=shape.num_experts, num_chosen=shape.num_experts_per_tok

@@ -24,9 +24,13 @@ GENERATION_CONFIG_FILE = "generation_config.json"
 TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 TOKENIZER_FILES = (
-    TOKENIZER_FILE, TOKENIZER_CONFIG_FILE, "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    TOKENIZER_FILE,
+    TOKENIZER_CONFIG_FILE,
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
     "chat_template.json",
-)  # fmt: skip
+)
 """Files that the library's tokenizers read; all are optional."""
 _MAX_DEPTH = 64  # Nesting of objects and lists; files of published models have fewer than 10 levels.
 _MAX_BYTES, _MAX_TOKENIZER_BYTES = 2**26, 2**28  # About ten times the largest published files.
@@ -73,7 +77,7 @@ def _is_inner(value: object) -> bool:
 def _is_counted_kinds(value: Parsed) -> bool:
     """Whether this is a list of pairs: kinds of attention, and the number of repetitions."""
     _, is_count = _whole(0, _MAX_LAYERS)
-    return _are(list, value) and all(len(pair) == 2 and _are(str, pair[0]) and is_count(pair[1]) for pair in value)  # noqa: PLR2004 - a pair
+    return _are(list, value) and all(len(pair) == 2 and _are(str, pair[0]) and is_count(pair[1]) for pair in value)
 
 
 def _is_rope(value: object) -> bool:
@@ -233,9 +237,11 @@ def read_model_config(folder: Path) -> dict[str, Any]:
         if isinstance(part, dict) and QUANTIZATION in part and part[QUANTIZATION] in ({}, None):
             del part[QUANTIZATION]
     elsewhere = {
-        "compressed-tensors": content.get("compression_config"), "modelopt": others[MODELOPT_FILE].get("quantization"),
-        "mlx": content.get("quantization"), "gptq": others[GPTQ_FILE],
-    }  # fmt: skip
+        "compressed-tensors": content.get("compression_config"),
+        "modelopt": others[MODELOPT_FILE].get("quantization"),
+        "mlx": content.get("quantization"),
+        "gptq": others[GPTQ_FILE],
+    }
     for method, found in elsewhere.items():
         if isinstance(found, dict) and found:
             content.setdefault(QUANTIZATION, {**found, "quant_method": method})

@@ -92,9 +92,12 @@ def _latent_sizes(field: Field, head_dim: int) -> dict[str, int]:
         return {}
     rope, nope, value_dim = (field(name) or 0 for name in ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"))
     return {
-        "latent_width": rank + rope, "qk_rope_head_dim": rope, "qk_nope_head_dim": nope,
-        "v_head_dim": value_dim or head_dim, **({"head_dim": rope} if rope else {}),
-    }  # fmt: skip
+        "latent_width": rank + rope,
+        "qk_rope_head_dim": rope,
+        "qk_nope_head_dim": nope,
+        "v_head_dim": value_dim or head_dim,
+        **({"head_dim": rope} if rope else {}),
+    }
 
 
 def read_config(folder: Path, *, describes: bool = True, of: DraftHead | None = None) -> tuple[ModelShape, Dtype]:
@@ -173,9 +176,11 @@ def read_stored_format(folder: Path, shape: ModelShape) -> StoredFormat | None:
         [one.named(number) for one in held.by_layer(number).layer if one.name] for number in range(held.num_layers)
     ]
     return stored_format(
-        text_part(read_model_config(folder)), layers=layers, head="" if shape.tie_word_embeddings else "lm_head",
+        text_part(read_model_config(folder)),
+        layers=layers,
+        head="" if shape.tie_word_embeddings else "lm_head",
         has_odd_experts=shape.num_experts > 0 and not record_of(shape.model_type).gates_experts,
-    )  # fmt: skip
+    )
 
 
 def check_readable(

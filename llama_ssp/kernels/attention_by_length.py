@@ -87,10 +87,21 @@ def flash_attention(
     in 2.11.
     """
     attended_QHD: Tensor = torch.ops.aten._flash_attention_forward(
-        queries_QHD, keys_SND, values_SND, sequences.first_query_C1, sequences.first_slot_C1,
-        sequences.most_queries, sequences.most_slots, 0.0, window is None, False,
-        scale=scale, window_size_left=left_of(window), window_size_right=0, seqused_k=sequences.used_C,
-    )[0]  # fmt: skip
+        queries_QHD,
+        keys_SND,
+        values_SND,
+        sequences.first_query_C1,
+        sequences.first_slot_C1,
+        sequences.most_queries,
+        sequences.most_slots,
+        0.0,
+        window is None,
+        False,
+        scale=scale,
+        window_size_left=left_of(window),
+        window_size_right=0,
+        seqused_k=sequences.used_C,
+    )[0]
     return attended_QHD
 
 
@@ -106,10 +117,15 @@ def unpacking(attend: VarlenAttention, kept: KeptRows) -> VarlenAttention:
 
 @torch.inference_mode()
 def fault_of(
-    attend: VarlenAttention, *,
-    device: torch.device, dtype: torch.dtype, heads: Heads, has_windows: bool = False,
-    checked: Sequence[tuple[int, ...]] = CHECKED, kept: KeptRows | None = None,
-) -> str | None:  # fmt: skip
+    attend: VarlenAttention,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    heads: Heads,
+    has_windows: bool = False,
+    checked: Sequence[tuple[int, ...]] = CHECKED,
+    kept: KeptRows | None = None,
+) -> str | None:
     """The first case in which its results are not as with masks, in words; None if it is right.
 
     `checked` are the queries of each row, case after case; each case is also tried with a window if there are any.

@@ -27,9 +27,15 @@ def norm_heads(qkv_MXD: Tensor, norms: Sequence[RmsNorm], heads: Heads) -> None:
 
 
 def rotate_write(
-    qkv_MXD: Tensor, freqs_cis_M1P: Tensor, slots_M: Tensor, parts: Tensor,
-    *, heads: Heads, norms: Sequence[RmsNorm], kept: KeptRows | None = None,
-) -> None:  # fmt: skip
+    qkv_MXD: Tensor,
+    freqs_cis_M1P: Tensor,
+    slots_M: Tensor,
+    parts: Tensor,
+    *,
+    heads: Heads,
+    norms: Sequence[RmsNorm],
+    kept: KeptRows | None = None,
+) -> None:
     """Norm and turn queries and keys in place, in fp32, and write keys and values to the cache.
 
     Args:

@@ -49,18 +49,24 @@ def detect_hardware(*, on_cpu: bool = False) -> HardwareConfig:
         laptop, speeds = hardware.load("laptop_cpu"), known_speeds()
         share = (os.cpu_count() or 1) / _LAPTOP_CORES
         found = replace(
-            laptop, name=name, gpu=kind, memory_bytes=memory, system_bytes=system_bytes(memory),
+            laptop,
+            name=name,
+            gpu=kind,
+            memory_bytes=memory,
+            system_bytes=system_bytes(memory),
             flops_per_s={name: share * rate for name, rate in laptop.flops_per_s.items()},
-        )  # fmt: skip
+        )
         of_weights = [speed for name, speed in speeds.items() if name != hardware.ATTENTION]
         if not of_weights:
             return found
         figures = ("products", "copy_bytes_per_s", "flops_per_s")
         return replace(
-            found, products=speeds, copy_bytes_per_s=max(speed.bytes_per_s for speed in of_weights),
+            found,
+            products=speeds,
+            copy_bytes_per_s=max(speed.bytes_per_s for speed in of_weights),
             flops_per_s=dict.fromkeys(laptop.flops_per_s, median(speed.flops_per_s for speed in of_weights)),
             sources=laptop.sources | dict.fromkeys(figures, _BY_A_RUN),
-        )  # fmt: skip
+        )
     files = {name: catalogue.find("hardware", name) for name in hardware.names()}
     own = {name for name, file in files.items() if file and catalogue.is_own(file)}
     entries = map(hardware.load, files)
@@ -114,14 +120,17 @@ def machine_of_run(machine: HardwareConfig, world_size: int) -> HardwareConfig:
     if machine.device == "cpu":
         share = machine.num_gpus / world_size
         return replace(
-            machine, num_gpus=world_size, num_nodes=1, bandwidth_bytes_per_s=share * machine.bandwidth_bytes_per_s,
+            machine,
+            num_gpus=world_size,
+            num_nodes=1,
+            bandwidth_bytes_per_s=share * machine.bandwidth_bytes_per_s,
             copy_bytes_per_s=machine.copy_bytes_per_s and share * machine.copy_bytes_per_s,
             flops_per_s={name: share * rate for name, rate in machine.flops_per_s.items()},
             products={
                 name: Speed(bytes_per_s=share * speed.bytes_per_s, flops_per_s=share * speed.flops_per_s)
                 for name, speed in machine.products.items()
             },
-        )  # fmt: skip
+        )
     return replace(machine, num_nodes=-(-world_size // machine.num_gpus))
 
 

@@ -70,9 +70,15 @@ class StaticCache(Workspace):
     """
 
     def __init__(
-        self, *, num_layers: int, batch_size: int, capacity: int, device: torch.device, kept: KeptRows,
+        self,
+        *,
+        num_layers: int,
+        batch_size: int,
+        capacity: int,
+        device: torch.device,
+        kept: KeptRows,
         reads_by_length: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.num_layers, self.num_rows, self._kept = num_layers, batch_size, kept
         self._reads_by_length = reads_by_length
         self.num_slots = capacity
@@ -367,7 +373,7 @@ class Taps(Workspace):
         self._first_B1 = torch.arange(batch_size, device=self._device)[:, None] * num_slots
         self.num_allocations += 1
 
-    def of_prompts(self, lengths_R: Tensor, rows: Sequence[int]) -> "Taps":  # noqa: ARG002
+    def of_prompts(self, lengths_R: Tensor, rows: Sequence[int]) -> "Taps":
         """The taps that forwards of prompts of these lengths write, which become these rows."""
         return self
 
@@ -489,9 +495,13 @@ class CachedRunner:
             return
         self.num_allocations += 1
         self._cache = StaticCache(
-            num_layers=len(self._slot_layers), batch_size=batch_size, capacity=capacity, device=self.device,
-            kept=self._kept, reads_by_length=self.reads_by_length,
-        )  # fmt: skip
+            num_layers=len(self._slot_layers),
+            batch_size=batch_size,
+            capacity=capacity,
+            device=self.device,
+            kept=self._kept,
+            reads_by_length=self.reads_by_length,
+        )
         if before and before.num_rows == batch_size:
             self._cache.take(before)
         if self.uses_masks:
@@ -506,9 +516,13 @@ class CachedRunner:
     def new_cache(self, *, num_slots: int) -> StaticCache:
         """Another cache of as many rows."""
         return StaticCache(
-            num_layers=len(self._slot_layers), batch_size=self.cache.num_rows, capacity=num_slots, device=self.device,
-            kept=self._kept, reads_by_length=self.reads_by_length,
-        )  # fmt: skip
+            num_layers=len(self._slot_layers),
+            batch_size=self.cache.num_rows,
+            capacity=num_slots,
+            device=self.device,
+            kept=self._kept,
+            reads_by_length=self.reads_by_length,
+        )
 
     @property
     def state_tensors(self) -> list[Tensor]:

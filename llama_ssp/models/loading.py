@@ -113,10 +113,15 @@ def is_llama_kind(config: PretrainedConfig) -> bool:
 
 
 def check_model(
-    origin: WeightSource, *,
-    num_ranks: int, quantization: str = NO_QUANTIZATION, whole: WholeParts = WholeParts.none, compiles: bool = False,
-    grouped_bytes: int = 0, num_stages: int = 1,
-) -> None:  # fmt: skip
+    origin: WeightSource,
+    *,
+    num_ranks: int,
+    quantization: str = NO_QUANTIZATION,
+    whole: WholeParts = WholeParts.none,
+    compiles: bool = False,
+    grouped_bytes: int = 0,
+    num_stages: int = 1,
+) -> None:
     """Raise every error that `load_model` would raise, without loading weights.
 
     `num_ranks` counts the ranks of each stage. `compiles` says that layers take compiled products where these fit, as
@@ -146,17 +151,24 @@ def check_model(
     check = partial(check_inputs, quantization, group=group, num_ranks=num_ranks, is_stored=packed is not None)
     if library:
         library.check_experts(shards, quantization, grouped_bytes=grouped_bytes, check=check)
-    linears = {layer: weight for name, weight in matched.table.items()
-               if weight.role is LINEAR and (layer := name.removesuffix(".weight")) not in kept}  # fmt: skip
+    linears = {
+        layer: weight
+        for name, weight in matched.table.items()
+        if weight.role is LINEAR and (layer := name.removesuffix(".weight")) not in kept
+    }
     _check_quantizable(linears, shards, quantization, compiles=compiles, check=check)
     if library:
         library.cut(shards[0])
 
 
 def _check_quantizable(
-    linears: Mapping[str, Parameter], shards: Sequence[RankShard], quantization: str, *, compiles: bool,
+    linears: Mapping[str, Parameter],
+    shards: Sequence[RankShard],
+    quantization: str,
+    *,
+    compiles: bool,
     check: Callable[..., None],
-) -> None:  # fmt: skip
+) -> None:
     """Check that the weights of linear layers can be quantized.
 
     ConfigError if a package is missing that a layer needs; PlacementError if the inputs of a layer, or of a rank's
@@ -172,8 +184,11 @@ def _check_quantizable(
 
     if (package := storage.package) and find_spec(package.name) is None:
         block: int | None = operators.made("packed_block", "cpu", storage) if compiles else None
-        odd = [name for name, weight in linears.items()
-               if block and any(size % block for size in sizes(weight, 0) | sizes(weight, 1))]  # fmt: skip
+        odd = [
+            name
+            for name, weight in linears.items()
+            if block and any(size % block for size in sizes(weight, 0) | sizes(weight, 1))
+        ]
         if odd or not block:
             where = f" for {summary(odd)}, whose sizes are no multiples of {block}" if block else ""
             other = easiest_format()

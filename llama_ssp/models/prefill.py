@@ -129,9 +129,14 @@ class Prompts(NamedTuple):
 
 
 def read_prompts(
-    runner: Runner, prompts: Prompts, *, rows: Sequence[int], buckets: Buckets, taps: Taps | None = None,
+    runner: Runner,
+    prompts: Prompts,
+    *,
+    rows: Sequence[int],
+    buckets: Buckets,
+    taps: Taps | None = None,
     num_left: int = 0,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Fill the cache with each row's prompt, first the prompts of which it holds nothing, then the rest.
 
     Args:
@@ -258,9 +263,14 @@ def _read_padded(
         score_R1 = last_R1 if stop - start == width else (last_R1 - start).clamp(0, stop - start - 1)
         taken_R = (last_R1[:, 0] + 1 - num_left - start).clamp(0, stop - start) if runner.is_recurrent else None
         chunk_R1V = runner.forward(
-            tokens_RS.gather(1, positions_RT), positions_RT, bucket=buckets.covering(max(first) + stop),
-            score_positions_BR=score_R1, cache_rows_B=rows_R, taps=taps, taken_B=taken_R,
-        )  # fmt: skip
+            tokens_RS.gather(1, positions_RT),
+            positions_RT,
+            bucket=buckets.covering(max(first) + stop),
+            score_positions_BR=score_R1,
+            cache_rows_B=rows_R,
+            taps=taps,
+            taken_B=taken_R,
+        )
         for row, first_of_row, num_tokens in zip(rows, first, saved, strict=True):
             if first_of_row + stop == num_tokens:
                 runner.save(row, num_tokens)
@@ -332,9 +342,13 @@ def _read_short(
         ids_1M, positions_1M, (rows_M,), scored_1M = inputs_4M[:, None].unbind()
         first_M1 = torch.arange(size + 1, dtype=torch.int32, device=rows_M.device)
         logits_1RV = runner.forward(
-            ids_1M, positions_1M, bucket=buckets.num_slots, score_positions_BR=scored_1M[:, : short.most_scored],
-            taps=taps, pieces=Pieces(rows_M, rows_M, (positions_1M[0] + 1).int(), first_M1, 1),
-        )  # fmt: skip
+            ids_1M,
+            positions_1M,
+            bucket=buckets.num_slots,
+            score_positions_BR=scored_1M[:, : short.most_scored],
+            taps=taps,
+            pieces=Pieces(rows_M, rows_M, (positions_1M[0] + 1).int(), first_M1, 1),
+        )
         return logits_1RV[0]
 
     return short.run(size, read, inputs_4M)[: len(rows)].clone()

@@ -14,8 +14,15 @@ from llama_ssp.ranks.stages import ModelStage
 
 
 def entering(
-    stage: ModelStage, num_tokens: int, taps: Taps | None, slots_M: Any, *, width: int, comm: Comm, like: Tensor  # noqa: ANN401 - None without taps
-) -> Tensor:  # fmt: skip
+    stage: ModelStage,
+    num_tokens: int,
+    taps: Taps | None,
+    slots_M: Any,  # noqa: ANN401 - None without taps
+    *,
+    width: int,
+    comm: Comm,
+    like: Tensor,
+) -> Tensor:
     """Return the states (M, E) that the stage before sends, and keep its taps; of the dtype and device of `like`."""
     earlier = taps.before(stage.layers.start) if taps else []
     found_MX = stage.receive(num_tokens, width * (1 + len(earlier)), comm=comm, dtype=like.dtype, device=like.device)

@@ -92,9 +92,11 @@ class Acceptance:
 
 
 _UNKNOWN_KIND = Acceptance(
-    probability=0.3, ends=(0.05, 0.8), is_forecast=True,
+    probability=0.3,
+    ends=(0.05, 0.8),
+    is_forecast=True,
     source="no figure of this kind of draft: give speculation.acceptance=, or measure it",
-)  # fmt: skip
+)
 
 
 def expected_of_spec(spec: PlanSpec) -> Acceptance:
@@ -212,9 +214,12 @@ def _figure(entry: Mapping[str, Any], temperature: float | None) -> Acceptance:
     probability, *ends = (min(max(entry[name] + moved, 0.0), 1.0) for name in names)
     known = tuple(min(max(one + moved, 0.0), 1.0) for one in entry.get("by_position", ()))
     return Acceptance(
-        probability=probability, source=source, ends=(ends[0], ends[1]) if ends else None, known=known,
+        probability=probability,
+        source=source,
+        ends=(ends[0], ends[1]) if ends else None,
+        known=known,
         num_draft_tokens=entry.get("num_draft_tokens", USUAL_K),
-    )  # fmt: skip
+    )
 
 
 @cache
@@ -255,11 +260,13 @@ def _problem(name: str, entry: object) -> str | None:
         f"has temperature: {entry.get('temperature')}, which must be a number, such as 0.8": not isinstance(
             entry.get("temperature", 0.0), int | float
         ),
-        "has by_position, which must be a list of the acceptance at each position, such as [0.8, 0.75]":
-            not (isinstance(positions, list) and positions and all(map(_is_share, positions))),
-        f"has num_draft_tokens: {number}, which must be the K of its figure, such as 4":
-            not (isinstance(number, int) and number >= 1),
-    }  # fmt: skip
+        "has by_position, which must be a list of the acceptance at each position, such as [0.8, 0.75]": not (
+            isinstance(positions, list) and positions and all(map(_is_share, positions))
+        ),
+        f"has num_draft_tokens: {number}, which must be the K of its figure, such as 4": not (
+            isinstance(number, int) and number >= 1
+        ),
+    }
     return next((fault for fault, is_wrong in wrong.items() if is_wrong), None)
 
 

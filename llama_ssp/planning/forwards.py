@@ -189,10 +189,14 @@ class ForwardTime:
 
 @lru_cache(maxsize=8192)  # a search asks for the same forwards many times
 def forward_time(
-    placement: ModelPlacement, hardware: HardwareConfig,
+    placement: ModelPlacement,
+    hardware: HardwareConfig,
     *,
-    batch_size: int, num_positions: int, num_scored: int, bucket: int,
-) -> ForwardTime:  # fmt: skip
+    batch_size: int,
+    num_positions: int,
+    num_scored: int,
+    bucket: int,
+) -> ForwardTime:
     """Forecast the time of a forward of T = `num_positions`.
 
     `num_scored` positions per row get logits, and attention reads `bucket` cache slots.
@@ -242,9 +246,14 @@ def _matrices_s(
 
 
 def _roofline_s(
-    sizes: Mapping[int, int], model: PlannedModel, storage: StorageFormat, hardware: HardwareConfig,
-    *, tokens: int, equal_bits: bool = False,
-) -> float:  # fmt: skip
+    sizes: Mapping[int, int],
+    model: PlannedModel,
+    storage: StorageFormat,
+    hardware: HardwareConfig,
+    *,
+    tokens: int,
+    equal_bits: bool = False,
+) -> float:
     """Matrix products with `tokens` inputs, by `matrix_sizes`: the longer of reading a matrix and multiplying."""
     matrix_dtype = model.matrix_dtype(hardware.device)
     value_bytes = DTYPE_BYTES[matrix_dtype]

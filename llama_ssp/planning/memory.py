@@ -52,9 +52,16 @@ _NOTHING = _Part()
 
 @lru_cache(maxsize=1024)  # a search asks for each target with every draft, and a plan with every batch and context
 def _parts(
-    model: PlannedModel, device: str, *, num_ranks: int, backend: Backend = TENSOR, whole: WholeParts = WholeParts.none,
-    num_shared: int = 0, num_kept: tuple[int, ...] = (), stages: tuple[range, ...] = (range(0),),
-) -> tuple[_Part, ...]:  # fmt: skip
+    model: PlannedModel,
+    device: str,
+    *,
+    num_ranks: int,
+    backend: Backend = TENSOR,
+    whole: WholeParts = WholeParts.none,
+    num_shared: int = 0,
+    num_kept: tuple[int, ...] = (),
+    stages: tuple[range, ...] = (range(0),),
+) -> tuple[_Part, ...]:
     """The parts by rank or device, without tables that are shared; for `num_kept` see `PlanSpec.kept_states`.
 
     `num_ranks` counts the ranks of each stage.
@@ -90,9 +97,13 @@ def _parts(
 
 def _target_parts(spec: PlanSpec) -> dict[int, _Part]:
     parts = _parts(
-        spec.target, spec.device, num_ranks=len(spec.target_devices) // spec.num_stages, backend=spec.backend,
-        num_kept=spec.kept_states[0], stages=spec.stages,
-    )  # fmt: skip
+        spec.target,
+        spec.device,
+        num_ranks=len(spec.target_devices) // spec.num_stages,
+        backend=spec.backend,
+        num_kept=spec.kept_states[0],
+        stages=spec.stages,
+    )
     devices = spec.target_devices if spec.num_stages == 1 else chain.from_iterable(spec.layout.stages)
     return dict(zip(devices, parts, strict=True))
 
@@ -102,9 +113,13 @@ def _draft_parts(spec: PlanSpec) -> dict[int, _Part]:
         return _copied_parts(spec) if spec.free_terms.copied_format else {}
     num_ranks = 1 if spec.layout.splits_batch else len(spec.draft_ranks)
     parts = _parts(
-        spec.draft, spec.device, num_ranks=num_ranks, whole=spec.draft_whole,
-        num_shared=spec.num_shared_tables, num_kept=spec.kept_states[1],
-    )  # fmt: skip
+        spec.draft,
+        spec.device,
+        num_ranks=num_ranks,
+        whole=spec.draft_whole,
+        num_shared=spec.num_shared_tables,
+        num_kept=spec.kept_states[1],
+    )
     return dict(zip(spec.draft_ranks, cycle(parts), strict=False))
 
 
@@ -396,7 +411,7 @@ def _latent_bytes(
         in_fp32 = of_query * (model.dtype.is_short and hardware.device == "cpu")
         return kept + part.num_heads * positions * (of_query * size + 4 * in_fp32)
     if not expands_latents(shape, positions):
-        casts = size if size < 4 else 0  # noqa: PLR2004 - bytes of fp32
+        casts = size if size < 4 else 0
         return num_slots * (copied + part.num_heads * positions * (size + 4 + casts))
     key_dim = shape.qk_nope_head_dim + shape.qk_rope_head_dim
     if hardware.device == "cpu" and key_dim != shape.v_head_dim:

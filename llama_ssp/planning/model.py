@@ -247,7 +247,13 @@ def planned_model(model: ModelConfig, *, device: str) -> PlannedModel:
         model = replace(model, quantization=packed.planned)
     dtype = number_format(model, device=device)
     return PlannedModel(
-        name=model.name, shape=shape, dtype=Dtype.fp32 if dtype is Dtype.auto else dtype,
-        quantization=model.quantization, stored=model.stored_dtype, quantized_dtype=number_format(model, device="cuda"),
-        stored_format=packed, cache_dtype=model.cache_dtype, folder=model.label,
-    )  # fmt: skip
+        name=model.name,
+        shape=shape,
+        dtype=Dtype.fp32 if dtype is Dtype.auto else dtype,
+        quantization=model.quantization,
+        stored=model.stored_dtype,
+        quantized_dtype=number_format(model, device="cuda"),
+        stored_format=packed,
+        cache_dtype=model.cache_dtype,
+        folder=model.label,
+    )

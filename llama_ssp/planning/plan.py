@@ -234,26 +234,53 @@ def _said(change: ChangeOfPlan, words: Mapping[str, str]) -> str:
 
 
 _OF_SPEC = (
-    "batch_size", "prompt_tokens", "max_new_tokens", "num_draft_tokens", "adapts", "tree", "overlaps", "free_draft",
-    "num_slots", "cuda_graphs", "own_sums", "num_replicas",
-)  # fmt: skip
+    "batch_size",
+    "prompt_tokens",
+    "max_new_tokens",
+    "num_draft_tokens",
+    "adapts",
+    "tree",
+    "overlaps",
+    "free_draft",
+    "num_slots",
+    "cuda_graphs",
+    "own_sums",
+    "num_replicas",
+)
 _OF_RANK = ("needed_bytes", "free_bytes", "fits", "is_tight")
 _TIMES_MS = {
-    "plain_ms_per_token": "plain_s", "speculative_ms_per_token": "speculative_s",
-    "plain_first_token_ms": "plain_prefill_s", "first_token_ms": "prefill_s", "prefill_ms": "prefill_s",
-    "plain_run_ms_per_token": "plain_run_s", "speculative_run_ms_per_token": "speculative_run_s",
-    "round_ms": "round_s", "draft_step_ms": "draft_forward_s", "verify_ms": "verify_s",
-    "plain_ms_per_token_range": "plain_s_range", "speculative_ms_per_token_range": "speculative_s_range",
+    "plain_ms_per_token": "plain_s",
+    "speculative_ms_per_token": "speculative_s",
+    "plain_first_token_ms": "plain_prefill_s",
+    "first_token_ms": "prefill_s",
+    "prefill_ms": "prefill_s",
+    "plain_run_ms_per_token": "plain_run_s",
+    "speculative_run_ms_per_token": "speculative_run_s",
+    "round_ms": "round_s",
+    "draft_step_ms": "draft_forward_s",
+    "verify_ms": "verify_s",
+    "plain_ms_per_token_range": "plain_s_range",
+    "speculative_ms_per_token_range": "speculative_s_range",
     "first_token_ms_range": "prefill_s_range",
-}  # fmt: skip
+}
 _RATES = {
-    "plain_tokens_per_s": "plain_s", "speculative_tokens_per_s": "speculative_s",
-    "plain_run_tokens_per_s": "plain_run_s", "speculative_run_tokens_per_s": "speculative_run_s",
-}  # fmt: skip
+    "plain_tokens_per_s": "plain_s",
+    "speculative_tokens_per_s": "speculative_s",
+    "plain_run_tokens_per_s": "plain_run_s",
+    "speculative_run_tokens_per_s": "speculative_run_s",
+}
 _RATIOS = (
-    "speedup", "speedup_range", "cost_ratio", "num_draft_tokens", "tokens_per_round", "tokens_per_round_range",
-    "best_num_draft_tokens", "best_num_draft_tokens_range", "overlap", "limit_share",
-)  # fmt: skip
+    "speedup",
+    "speedup_range",
+    "cost_ratio",
+    "num_draft_tokens",
+    "tokens_per_round",
+    "tokens_per_round_range",
+    "best_num_draft_tokens",
+    "best_num_draft_tokens_range",
+    "overlap",
+    "limit_share",
+)
 """Fields of the document, from `PlanSpec`, `RankMemoryPlan` and `Timing`, by their names there."""
 
 
@@ -274,18 +301,21 @@ def document(plan: Plan) -> dict[str, Any]:
         "is_tight": plan.fits and plan.fullest.is_tight,
         "usd_per_million_tokens": plan.usd_per_million_tokens,
         "hardware": asdict(plan.hardware),
-        "target": _model(spec.target, plan, prefix="target") | {
+        "target": _model(spec.target, plan, prefix="target")
+        | {
             "kind": spec.backend.name,
             "ranks": [*spec.target_ranks],
             "devices": [*spec.target_devices],
             "stages": _stages(plan),
             "heads_per_rank": [rank.target_heads for rank in plan.ranks if rank.rank in spec.target_devices],
         },
-        "draft": _model(spec.draft, plan, prefix="draft") | {
-            "kind": spec.draft_kind.name, "ranks": [*spec.draft_ranks]
-        } if spec.draft else None,
-        "job": {name: getattr(spec, name) for name in _OF_SPEC} | {
-            "num_draft_tokens": num_draft_tokens, "tree": spec.tree and spec.tree.text,
+        "draft": _model(spec.draft, plan, prefix="draft") | {"kind": spec.draft_kind.name, "ranks": [*spec.draft_ranks]}
+        if spec.draft
+        else None,
+        "job": {name: getattr(spec, name) for name in _OF_SPEC}
+        | {
+            "num_draft_tokens": num_draft_tokens,
+            "tree": spec.tree and spec.tree.text,
         },
         "memory": [asdict(rank) | {name: getattr(rank, name) for name in _OF_RANK} for rank in plan.ranks],
         "largest_rank": plan.fullest.rank,
@@ -301,19 +331,19 @@ def document(plan: Plan) -> dict[str, Any]:
             "acceptance_range": acceptance and acceptance.ends and [*acceptance.ends],
             "acceptance_source": acceptance and acceptance.source,
             "acceptance_is_forecast": acceptance and acceptance.is_forecast,
-            "acceptance_by_position": acceptance and timed.num_draft_tokens
+            "acceptance_by_position": acceptance
+            and timed.num_draft_tokens
             and [*acceptance.by_position(acceptance.probability, spec.draft_depth)],
             "speculative_ms_per_token_by_k": _in_ms(timed.by_num_draft_tokens),
         },
         "basis": plan.basis,
-        "messages": messages | {
-            "total_bytes": sum(messages.values()), "collectives": number, "collectives_bytes": num_bytes
-        },
+        "messages": messages
+        | {"total_bytes": sum(messages.values()), "collectives": number, "collectives_bytes": num_bytes},
         "warnings": [*plan.warnings],
         "notes": [*plan.notes],
         "shortage": None if plan.fits else shortage(plan),
         "changes": [change.document() for change in plan.changes or ()],
-    }  # fmt: skip
+    }
 
 
 def _model(model: PlannedModel, plan: Plan, *, prefix: str) -> dict[str, Any]:

@@ -198,11 +198,19 @@ class PlanSpec:
         """See the function."""
         draft = None if self.has_head or self.vocabulary is not SAME else self.draft
         return draws_over_shards(
-            self.layout, self.backend, self.record, rule=self.rule, takes_best=self.takes_best,
-            truncates=self.truncates, by_row=self.by_row, is_certain=self.is_certain,
-            is_chain=not (self.tree or self.overlap), num_scored=self.batch_size * self.round_positions,
-            vocab_size=self.vocab_size, draft_vocab_size=draft.shape.vocab_size if draft else None,
-        )  # fmt: skip
+            self.layout,
+            self.backend,
+            self.record,
+            rule=self.rule,
+            takes_best=self.takes_best,
+            truncates=self.truncates,
+            by_row=self.by_row,
+            is_certain=self.is_certain,
+            is_chain=not (self.tree or self.overlap),
+            num_scored=self.batch_size * self.round_positions,
+            vocab_size=self.vocab_size,
+            draft_vocab_size=draft.shape.vocab_size if draft else None,
+        )
 
     @cached_property
     def free_terms(self) -> DraftTerms:
@@ -327,9 +335,11 @@ class PlanSpec:
     def layout(self) -> Layout:
         """The layout of each replica."""
         return Layout(
-            target_ranks=self.target_ranks, draft_ranks=self.draft_ranks, draft_kind=self.draft_kind,
+            target_ranks=self.target_ranks,
+            draft_ranks=self.draft_ranks,
+            draft_kind=self.draft_kind,
             num_stages=self.num_stages,
-        )  # fmt: skip
+        )
 
     @cached_property
     def stages(self) -> tuple[range, ...]:
@@ -506,9 +516,12 @@ def draws_over_shards(  # noqa: PLR0913 - all that decides it, for plans and run
 def spec_of_plan(config: PlanConfig, hardware: HardwareConfig) -> PlanSpec:
     """The spec of `llama-ssp plan` on all ranks of a machine; raises as `make_spec`."""
     return make_spec(
-        config, world_size=hardware.num_ranks, num_gpus=hardware.num_gpus, device=hardware.device,
+        config,
+        world_size=hardware.num_ranks,
+        num_gpus=hardware.num_gpus,
+        device=hardware.device,
         prompt_tokens=config.prompt_tokens,
-    )  # fmt: skip
+    )
 
 
 def block_sizes(most: int) -> list[int]:

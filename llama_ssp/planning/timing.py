@@ -210,12 +210,15 @@ class CostModel:
         rows = self._rows_of_group(num_groups) if placement is self.target else self._rows_of(placement)
         return [
             forward_time(
-                stage, self.hardware, batch_size=rows, num_positions=num_positions,
+                stage,
+                self.hardware,
+                batch_size=rows,
+                num_positions=num_positions,
                 num_scored=1 if placement is self.draft else num_positions,
                 bucket=self._draft_bucket if placement is self.draft else self._bucket,
             )
             for stage in self._stages_of(placement)
-        ]  # fmt: skip
+        ]
 
     def _stages_of(self, placement: ModelPlacement) -> tuple[ModelPlacement, ...]:
         return self.stages if placement is self.target else (placement,)
@@ -271,16 +274,24 @@ class CostModel:
         has_graph = by_length and placement.cuda_graphs and not (placement is self.draft and self.spec.has_head)
         if size := has_graph * engine.short_size(num_rows * prompt):
             short = partial(
-                forward_time, hardware=self.hardware, batch_size=1, num_positions=size, num_scored=min(size, num_rows),
+                forward_time,
+                hardware=self.hardware,
+                batch_size=1,
+                num_positions=size,
+                num_scored=min(size, num_rows),
                 bucket=bucket_of(prompt, self.spec.num_slots, self.hardware),
-            )  # fmt: skip
+            )
             return sum(short(stage).total_s for stage in stages) + (self.hops_s(size) if len(stages) > 1 else 0.0)
         for start in range(0, prompt, engine.PREFILL_CHUNK):
             stop = min(start + engine.PREFILL_CHUNK, prompt)
             of = partial(
-                forward_time, hardware=self.hardware, batch_size=num_rows, num_positions=stop - start,
-                num_scored=1, bucket=bucket_of(stop, self.spec.num_slots, self.hardware),
-            )  # fmt: skip
+                forward_time,
+                hardware=self.hardware,
+                batch_size=num_rows,
+                num_positions=stop - start,
+                num_scored=1,
+                bucket=bucket_of(stop, self.spec.num_slots, self.hardware),
+            )
             of_stages = []
             for stage in stages:
                 of_stages.append(of(stage).total_s)
@@ -357,11 +368,15 @@ class CostModel:
             return free_s
         forwards_s = sum(
             forward_time(
-                self.own_part, self.hardware, batch_size=spec.batch_size, num_positions=number, num_scored=number,
+                self.own_part,
+                self.hardware,
+                batch_size=spec.batch_size,
+                num_positions=number,
+                num_scored=number,
                 bucket=terms.seen_slots or self._bucket,
             ).total_s
             for number in self._own_forwards(num_draft_tokens)
-        )  # fmt: skip
+        )
         copied_s = self._copied_s(terms.copied_slots, self.own_part, spec.batch_size)
         return free_s + copied_s + forwards_s
 
@@ -391,9 +406,12 @@ class CostModel:
         exchange_s = self.agree_s(num_draft_tokens, "ids", "probabilities")
         verdict_s = self.agree_s(num_draft_tokens, "verdict") + self.rule_s(num_draft_tokens + 3)
         return OverlappedTime(
-            draft_s=self.drafting_s(num_draft_tokens), forward_s=self.forward(self.target, num_draft_tokens).total_s,
-            exchange_s=exchange_s, verdict_s=verdict_s, hides_exchange=self.spec.device == "cuda",
-        )  # fmt: skip
+            draft_s=self.drafting_s(num_draft_tokens),
+            forward_s=self.forward(self.target, num_draft_tokens).total_s,
+            exchange_s=exchange_s,
+            verdict_s=verdict_s,
+            hides_exchange=self.spec.device == "cuda",
+        )
 
     def verify_s(self, num_draft_tokens: int) -> float:
         """Device time of a round after drafting."""

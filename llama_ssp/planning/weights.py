@@ -225,7 +225,12 @@ def _check_groups(model: PlannedModel, held: tuple[Inventory, ...]) -> None:
     for matrices in zip(*(share.layer for share in held), strict=True) if is_known else ():
         widths = {matrix.num_columns for matrix in matrices if not matrix.is_kept}
         check_inputs(
-            storage.name, matrices[0].module, widths, group=group, is_cut=len(held) > 1 and matrices[0].cut == 1,
-            num_ranks=len(held), is_stored=layout is not None,
+            storage.name,
+            matrices[0].module,
+            widths,
+            group=group,
+            is_cut=len(held) > 1 and matrices[0].cut == 1,
+            num_ranks=len(held),
+            is_stored=layout is not None,
             num_experts=model.shape.num_experts if matrices[0].num_chosen else 0,
-        )  # fmt: skip
+        )

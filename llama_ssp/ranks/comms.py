@@ -405,7 +405,13 @@ def build_mesh(layout: Layout, world: Comm, *, num_replicas: int = 1) -> Mesh:
     draft = alone if layout.splits_batch else mine(layout.draft_ranks)
     all_stages = mine(layout.target_ranks) if layout.num_stages > 1 else None
     return Mesh(
-        world=world, replica=replica, number=number, layout=layout, target=next(iter(targets), None), draft=draft,
-        before=next(iter(neighbours.get(own - 1, ())), None), behind=next(iter(neighbours.get(own, ())), None),
+        world=world,
+        replica=replica,
+        number=number,
+        layout=layout,
+        target=next(iter(targets), None),
+        draft=draft,
+        before=next(iter(neighbours.get(own - 1, ())), None),
+        behind=next(iter(neighbours.get(own, ())), None),
         all_stages=all_stages,
-    )  # fmt: skip
+    )

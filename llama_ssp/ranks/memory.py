@@ -17,8 +17,12 @@ _EVERY_S = 0.005
 _STATUS = Path("/proc/self/status")
 # The CPU allocator and failed thread starts raise a plain RuntimeError, which only its text identifies.
 _MEMORY_WORDS = (
-    "can't allocate memory", "not enough memory", "out of memory", "cannot allocate memory", "can't start new thread",
-)  # fmt: skip
+    "can't allocate memory",
+    "not enough memory",
+    "out of memory",
+    "cannot allocate memory",
+    "can't start new thread",
+)
 
 _REMEDIES = {
     r"/dev/shm|shared memory": "a container needs more shared memory: docker run --shm-size=8g, or --ipc=host",

@@ -95,9 +95,14 @@ def _connect(host: str, port: int, *, ranks: Ranks, timeout_s: float) -> TCPStor
 
 def _tcp_store(host: str, port: int, *, size: int, timeout_s: float, listen_fd: int | None = None) -> TCPStore:
     return TCPStore(
-        host, port, size, is_master=listen_fd is not None, timeout=timedelta(seconds=timeout_s),
-        wait_for_workers=False, master_listen_fd=listen_fd,
-    )  # fmt: skip
+        host,
+        port,
+        size,
+        is_master=listen_fd is not None,
+        timeout=timedelta(seconds=timeout_s),
+        wait_for_workers=False,
+        master_listen_fd=listen_fd,
+    )
 
 
 class Seen(NamedTuple):
@@ -288,6 +293,10 @@ def form_group(ranks: Ranks, *, device: torch.device, timeout_s: float) -> None:
     # A GPU may have ended a rank since: torch would wait for it without answering signals.
     wait_for_all(store, here, ranks=ranks, timeout_s=timeout_s)
     dist.init_process_group(
-        backend, store=store, rank=ranks.rank, world_size=ranks.size, timeout=timedelta(seconds=timeout_s),
+        backend,
+        store=store,
+        rank=ranks.rank,
+        world_size=ranks.size,
+        timeout=timedelta(seconds=timeout_s),
         device_id=own_gpu,
-    )  # fmt: skip
+    )

@@ -26,10 +26,19 @@ from llama_ssp.text.messages import visible
 
 MODELS_FILE, LOG_PROBS_FILE = "models.json", "logprobs.jsonl"
 CHANGEABLE = (
-    "run_dir", "resume", "quiet", "num_prompts", "logprobs", "prompt_logprobs", "timeouts", "hardware", "dry_run",
+    "run_dir",
+    "resume",
+    "quiet",
+    "num_prompts",
+    "logprobs",
+    "prompt_logprobs",
+    "timeouts",
+    "hardware",
+    "dry_run",
     "speculation.acceptance",
-    "model.path", "draft.model.path",
-)  # fmt: skip
+    "model.path",
+    "draft.model.path",
+)
 """Keys of a config, with all below them, that may change when a run is resumed; each task adds some of its own."""
 _NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP})
 """Error numbers of file systems without locks, as clusters have them."""

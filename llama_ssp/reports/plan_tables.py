@@ -117,8 +117,11 @@ def verdict(plan: Plan) -> str:
     mode, token_s, ends, run_s = "plain", timed.plain_s, timed.plain_s_range, timed.plain_run_s
     if timed.speculative_s and timed.speculative_run_s:
         mode, token_s, ends, run_s = (
-            "speculative", timed.speculative_s, timed.speculative_s_range, timed.speculative_run_s
-        )  # fmt: skip
+            "speculative",
+            timed.speculative_s,
+            timed.speculative_s_range,
+            timed.speculative_run_s,
+        )
     between = f" ({_ms(ends[0])} to {_ms(ends[1])})" if ends else ""
     faster = f"; plain takes {_ms(timed.plain_s)}" if timed.plain_s < token_s else ""
     fits, rate = "fits, tight" if full.is_tight else "fits", rounded(plan.spec.num_rows / run_s)
@@ -294,8 +297,10 @@ def _basis(plan: Plan) -> Iterator[str]:
     timed, acceptance = plan.timing, plan.timing.acceptance
     yield plan.basis
     ranges = {
-        "plain": timed.plain_s_range, "speculative": timed.speculative_s_range, "first token": timed.prefill_s_range,
-    }  # fmt: skip
+        "plain": timed.plain_s_range,
+        "speculative": timed.speculative_s_range,
+        "first token": timed.prefill_s_range,
+    }
     if found := [f"{name} {_ms(ends[0])} to {_ms(ends[1])}" for name, ends in ranges.items() if ends]:
         gain = timed.speedup_range
         of_gain = f", gain {gain[0]:.2f}x to {gain[1]:.2f}x, middle {math.sqrt(gain[0] * gain[1]):.2f}x" if gain else ""

@@ -27,9 +27,11 @@ NO_VALUE = ""
 _NEVER_SHOWN = re.compile(r"(run_dir|dry_run|quiet|task\.picture|timeouts\..*)$")
 """Settings that change no figure."""
 _NAMES = {
-    "speculation.num_draft_tokens": "K", "hardware.name": "hardware", "placement.target.kind": "placement",
+    "speculation.num_draft_tokens": "K",
+    "hardware.name": "hardware",
+    "placement.target.kind": "placement",
     "placement.draft.kind": "draft placement",
-}  # fmt: skip
+}
 _ENTRIES = (("model.", "model"), ("draft.", "draft"), ("hardware.", "hardware.name"), ("task.", "task"))
 """Groups whose entries fix several settings, and the settings that name the entry."""
 _DESCRIPTION = re.compile(r"hardware\.|(draft\.)?model\.(?!(name|path|adapter|dtype|quantization|cache_dtype)$)")

@@ -27,13 +27,19 @@ def summarise(
     by_mode = {mode: [line for line in lines if line.mode == mode] for mode in (PLAIN, SPECULATIVE)}
     plain, fast = by_mode[PLAIN], by_mode[SPECULATIVE]
     return records.Summary(
-        **vars(facts), versions=versions(), git_commit=git_commit(),
+        **vars(facts),
+        versions=versions(),
+        git_commit=git_commit(),
         num_prompts=len({line.index for line in lines}) + sum(cell.figures.num_prompts for cell in cells),
         num_new_tokens=_num_new_tokens(lines) + sum(cell.figures.num_new_tokens for cell in cells),
-        plain=_plain(plain) if plain else None, speculative=_speculative(fast, num_draft_tokens) if fast else None,
-        speedup=speedup(lines), cells=[*cells], evaluation=evaluation, excerpts=[*excerpts],
+        plain=_plain(plain) if plain else None,
+        speculative=_speculative(fast, num_draft_tokens) if fast else None,
+        speedup=speedup(lines),
+        cells=[*cells],
+        evaluation=evaluation,
+        excerpts=[*excerpts],
         overlap=_overlap(facts, fast, activities, num_draft_tokens) if activities else None,
-    )  # fmt: skip
+    )
 
 
 def ms_per_token(lines: Sequence[CompletionLine]) -> float | None:
@@ -119,15 +125,18 @@ def _speculative(lines: Sequence[CompletionLine], num_draft_tokens: int) -> reco
     num_rounds = sum(line.num_rounds for line in lines)
     adapts = any(line.draft_lengths is not None for line in lines)
     return records.SpeculativeSummary(
-        **vars(_plain(lines)), num_rounds=num_rounds, acceptance_rate=acceptance_rate(lines),
+        **vars(_plain(lines)),
+        num_rounds=num_rounds,
+        acceptance_rate=acceptance_rate(lines),
         # A row's first token comes from its prefill.
         tokens_per_round=_ratio(_num_new_tokens(lines) - len(lines), num_rounds),
         accepted_by_position=accepted_by_position(lines),
         accepted_histogram=histogram(accepted for accepted, _ in counted_rounds(lines)),
         drafted_histogram=histogram(k for line in lines for k in line.draft_lengths or ()) if adapts else None,
-        draft_s=sum(line.draft_s for line in lines), verify_s=sum(line.verify_s for line in lines),
+        draft_s=sum(line.draft_s for line in lines),
+        verify_s=sum(line.verify_s for line in lines),
         other_s=sum(line.other_s for line in lines),
-    )  # fmt: skip
+    )
 
 
 def _overlap(
@@ -145,10 +154,12 @@ def _overlap(
         return _ratio(sum(rank.waited_s / rank.rounds_s for rank in of_model), len(of_model))
 
     return records.OverlapSummary(
-        target_idle_share=idle_share("target"), draft_idle_share=idle_share("draft"),
-        num_drafted_tokens=drafted, num_dropped_tokens=drafted - sum(sum(line.accepted_lengths) for line in lines),
+        target_idle_share=idle_share("target"),
+        draft_idle_share=idle_share("draft"),
+        num_drafted_tokens=drafted,
+        num_dropped_tokens=drafted - sum(sum(line.accepted_lengths) for line in lines),
         ranks=[*activities],
-    )  # fmt: skip
+    )
 
 
 def _num_new_tokens(lines: Sequence[CompletionLine]) -> int:

@@ -41,9 +41,18 @@ def runs_table(runs: Sequence[Run], *, brief: bool = False) -> Table:
     """Lay out a row for each run: the settings that vary, and medians with their intervals; `brief` ones alone."""
     heads, names = names_of(runs)
     columns = [
-        "plain, ms/token", "speculative, ms/token", "speed-up", "forecast speed-up", "prompts faster", "accepted",
-        "tokens/round", "prompts", "tokens", "run", "status",
-    ]  # fmt: skip
+        "plain, ms/token",
+        "speculative, ms/token",
+        "speed-up",
+        "forecast speed-up",
+        "prompts faster",
+        "accepted",
+        "tokens/round",
+        "prompts",
+        "tokens",
+        "run",
+        "status",
+    ]
     kept = [place for place, name in enumerate(columns) if not (brief and name in _ONLY_IN_REPORTS)]
     rows: list[list[Cell | str]] = []
     drifts, statuses = drifts_of(runs), {run.status for run in runs}
@@ -53,10 +62,14 @@ def runs_table(runs: Sequence[Run], *, brief: bool = False) -> Table:
             *(estimated(measured.ms_per_token(mode)) for mode in (PLAIN, SPECULATIVE)),
             estimated(speedup_of(run, measured.speedup, drifts), unit="x"),
             number(summary.forecast.speedup if fast else None, "x"),
-            f"{measured.num_faster} of {num_pairs}" if num_pairs else "", estimated(measured.acceptance, places=3),
-            number(fast.tokens_per_round if fast else None), str(summary.num_prompts), str(summary.num_new_tokens),
-            run.name, run.status if len(statuses) > 1 else "",
-        ]  # fmt: skip
+            f"{measured.num_faster} of {num_pairs}" if num_pairs else "",
+            estimated(measured.acceptance, places=3),
+            number(fast.tokens_per_round if fast else None),
+            str(summary.num_prompts),
+            str(summary.num_new_tokens),
+            run.name,
+            run.status if len(statuses) > 1 else "",
+        ]
         rows.append([*own, *(figures[place] for place in kept)])
     return table([*heads, *(columns[place] for place in kept)], rows, len(heads))
 
@@ -102,11 +115,16 @@ def kinds_table(runs: Sequence[Run]) -> Table:
             lines = [line for line in run.lines if line.category == kind]
             found, fast = measure(lines), [line for line in lines if line.mode == SPECULATIVE]
             rounds = [(float(len(line.token_ids) - 1), float(line.num_rounds)) for line in fast if line.num_rounds]
-            rows.append([
-                *own, visible(kind), estimated(speedup_of(run, found.speedup, drifts), unit="x"),
-                estimated(found.acceptance, places=3),
-                estimated(ratio(rounds) if rounds else None), str(len({line.index - line.turn for line in lines})),
-            ])  # fmt: skip
+            rows.append(
+                [
+                    *own,
+                    visible(kind),
+                    estimated(speedup_of(run, found.speedup, drifts), unit="x"),
+                    estimated(found.acceptance, places=3),
+                    estimated(ratio(rounds) if rounds else None),
+                    str(len({line.index - line.turn for line in lines})),
+                ]
+            )
     return table([*heads, "kind", "speed-up", "accepted", "tokens/round", "prompts"], rows, len(heads) + 1)
 
 

@@ -68,10 +68,16 @@ def in_template(
             damage = "computes a power"
         else:
             with _limited():
-                text = str(tokenizer.apply_chat_template(
-                    list(messages), add_generation_prompt=not goes_on, continue_final_message=goes_on, tokenize=False,
-                    tools=given, **arguments,
-                ))  # fmt: skip
+                text = str(
+                    tokenizer.apply_chat_template(
+                        list(messages),
+                        add_generation_prompt=not goes_on,
+                        continue_final_message=goes_on,
+                        tokenize=False,
+                        tools=given,
+                        **arguments,
+                    )
+                )
             text.encode()
             damage = f"writes {len(text)} characters" if len(text) > MOST_CHARS else ""
     except ConfigError:

@@ -170,9 +170,13 @@ def find_update(
             quantization = kept_format(source.entry.quantization, storage_of(origin), where=origin.folder)
             _check_alike(("model", "draft")[number], origin, source.origin)
             found[number] = other = _check(
-                replace(source.entry, quantization=quantization), origin, source.tokenizer, num_ranks[number],
-                DRAFT_WHOLE if number else WholeParts.none, device=world.device.type,
-            )  # fmt: skip
+                replace(source.entry, quantization=quantization),
+                origin,
+                source.tokenizer,
+                num_ranks[number],
+                DRAFT_WHOLE if number else WholeParts.none,
+                device=world.device.type,
+            )
             if other.precision != source.precision:
                 raise ConfigError(f"{origin.folder} stores its weights in another format than the model that runs")
     return found[0], found[1]
@@ -257,22 +261,33 @@ def _has_head(origin: WeightSource, kind: DraftHead) -> bool:
 
 
 def _check(
-    entry: ModelConfig, origin: WeightSource, tokenizer: PreTrainedTokenizerBase | None, num_ranks: int,
-    whole: WholeParts = WholeParts.none, *, device: str, num_stages: int = 1,
-) -> Source:  # fmt: skip
+    entry: ModelConfig,
+    origin: WeightSource,
+    tokenizer: PreTrainedTokenizerBase | None,
+    num_ranks: int,
+    whole: WholeParts = WholeParts.none,
+    *,
+    device: str,
+    num_stages: int = 1,
+) -> Source:
     """Check a model for `num_ranks` of each stage.
 
     A `tokenizer` of None is read from its folder, or a head's from its target's.
     """
-    from llama_ssp.models.loading import check_model, with_modules  # noqa: PLC0415 - slow import
+    from llama_ssp.models.loading import check_model, with_modules
 
     dtype = number_format(entry, device=device)
     torch_dtype = None if dtype is Dtype.auto else getattr(torch, dtype.value)
     grouped_bytes = 0 if device == "cpu" else (torch_dtype or origin.dtype).itemsize
     check_model(
-        origin, num_ranks=num_ranks, quantization=entry.quantization, whole=whole, compiles=device == "cpu",
-        grouped_bytes=grouped_bytes, num_stages=num_stages,
-    )  # fmt: skip
+        origin,
+        num_ranks=num_ranks,
+        quantization=entry.quantization,
+        whole=whole,
+        compiles=device == "cpu",
+        grouped_bytes=grouped_bytes,
+        num_stages=num_stages,
+    )
     if isinstance(origin, Checkpoint) or tap_source(origin):
         origin = with_modules(origin)
     of_texts: WeightSource = getattr(origin, "target", origin)  # a head's target
@@ -281,14 +296,18 @@ def _check(
     if generation is None and file.is_file():
         generation = read_json(file)
     return Source(
-        entry=entry, origin=origin,
+        entry=entry,
+        origin=origin,
         tokenizer=read_tokenizer(folder) if tokenizer is None else tokenizer,
-        eos_ids=find_eos_ids(folder, generation), generation=generation,
+        eos_ids=find_eos_ids(folder, generation),
+        generation=generation,
         dtype=torch_dtype,
         precision=Precision(
-            quantization=entry.quantization, is_stored=storage_of(origin) is not None, cache_dtype=entry.cache_dtype,
+            quantization=entry.quantization,
+            is_stored=storage_of(origin) is not None,
+            cache_dtype=entry.cache_dtype,
         ),
-    )  # fmt: skip
+    )
 
 
 def read_tokenizer(folder: Path) -> PreTrainedTokenizerBase:

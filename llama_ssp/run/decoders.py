@@ -117,7 +117,7 @@ class Models:
     @property
     def draft_context(self) -> int | None:
         """The context of a draft model that reads the target's tokens, if it is shorter than the target's."""
-        if len(self.sources) < 2 or self.vocabulary is not SAME:  # noqa: PLR2004 - target and draft
+        if len(self.sources) < 2 or self.vocabulary is not SAME:
             return None
         target, draft = (source.origin.context for source in self.sources)
         return draft if draft < target else None
@@ -162,9 +162,16 @@ def load_models(
             target = _loaded("target", replace(made, devices=world.free_devices), load, progress)
     target.agree(mesh.replica)
     alone = Models(
-        target=target, draft=None, drafts=False, mesh=mesh, reuse=Reuse(are_invariant=False, from_states=False),
-        tokenizer=target_source.tokenizer, eos_ids=target_source.eos_ids, context=context, sources=(target_source,),
-    )  # fmt: skip
+        target=target,
+        draft=None,
+        drafts=False,
+        mesh=mesh,
+        reuse=Reuse(are_invariant=False, from_states=False),
+        tokenizer=target_source.tokenizer,
+        eos_ids=target_source.eos_ids,
+        context=context,
+        sources=(target_source,),
+    )
     models = with_draft(alone, config, world, draft_source, progress=progress)
     if config.reproducible and not are_reproducible(models, config):
         raise ConfigError(_why_not_reproducible(models))
@@ -213,7 +220,7 @@ def with_draft(
         of_target = sources[0] if sources else None
         made, draft = _made_from(mesh, config, of_target, source, device=world.device), None
         if made.keys() & {"prepared", "draft"}:
-            from llama_ssp.models.loading import load_model  # noqa: PLC0415 - slow import, see above
+            from llama_ssp.models.loading import load_model
         if "prepared" in made:
             prepared = _loaded("draft", made["prepared"], load_model, progress)
         if "draft" in made:
@@ -224,9 +231,14 @@ def with_draft(
     mesh.set_timeout(config.timeouts.decode_s)
     world.watch.wait_only_for(mesh.replica_ranks)
     return replace(
-        models, draft=draft, drafts=drafts(config.draft), reuse=Reuse.of([target, draft], mesh.replica),
-        vocabulary=vocabulary, prepared=prepared, sources=sources,
-    )  # fmt: skip
+        models,
+        draft=draft,
+        drafts=drafts(config.draft),
+        reuse=Reuse.of([target, draft], mesh.replica),
+        vocabulary=vocabulary,
+        prepared=prepared,
+        sources=sources,
+    )
 
 
 def _made_from(
@@ -309,7 +321,7 @@ def _stage_of(mesh: Mesh, config: RunConfig, source: Source) -> ModelStage:
     number = next(place for place, ranks in enumerate(layout.stages) if mesh.replica.rank in ranks)
     origin = source.origin
     if layout.num_stages > 1 and not given:
-        from llama_ssp.models.loading import with_modules  # noqa: PLC0415 - slow import
+        from llama_ssp.models.loading import with_modules
 
         origin = with_modules(origin)
     layers = stage_layers(origin.shape, layout.num_stages, given)[number]
@@ -319,7 +331,7 @@ def _stage_of(mesh: Mesh, config: RunConfig, source: Source) -> ModelStage:
 
 
 def _updated(runner: Any, how: Loading) -> Runner:  # noqa: ANN401 - one with a dtype
-    from llama_ssp.models.loading import load_model  # noqa: PLC0415 - transformers' models take seconds to import
+    from llama_ssp.models.loading import load_model
 
     return load_model(replace(how, dtype=runner.dtype, into=InPlace(runner)))
 
@@ -340,13 +352,19 @@ def cuts_of(models: Models, config: RunConfig) -> tuple[bool, bool]:
         return False, False
     has_others = models.sources[-1].origin.shape.is_head or models.vocabulary is not SAME
     return draws_over_shards(
-        models.mesh.layout, backend_of(config.placement.target.kind), drafter_of(config.draft),
-        rule=config.verification.rule if sampling.temperature else AT_ZERO, takes_best=sampling.takes_best,
-        truncates=sampling.truncates, by_row=bool(sampling.by_row), is_certain=is_certain(config.draft, tree),
-        is_chain=not (tree or config.speculation.overlap), vocab_size=models.target.vocab_size,
+        models.mesh.layout,
+        backend_of(config.placement.target.kind),
+        drafter_of(config.draft),
+        rule=config.verification.rule if sampling.temperature else AT_ZERO,
+        takes_best=sampling.takes_best,
+        truncates=sampling.truncates,
+        by_row=bool(sampling.by_row),
+        is_certain=is_certain(config.draft, tree),
+        is_chain=not (tree or config.speculation.overlap),
+        vocab_size=models.target.vocab_size,
         num_scored=config.batch_size * (1 + config.most_draft_tokens * drafts(config.draft)),
         draft_vocab_size=None if has_others else models.sources[-1].origin.shape.vocab_size,
-    )  # fmt: skip
+    )
 
 
 def _shards_of(models: Models, config: RunConfig) -> tuple[Shard, Shard]:
@@ -384,16 +402,27 @@ def build_decoder(
         if models.draft_context:
             limit = DraftLimit(models.draft_context, depth=tree.depth if tree else None)
         drafters = make_drafters(
-            config, mesh=mesh, target=models.target, runner=models.draft, split=split,
-            taps=taps, prepared=models.prepared, shard=of_draft, steps=steps,
-        )  # fmt: skip
+            config,
+            mesh=mesh,
+            target=models.target,
+            runner=models.draft,
+            split=split,
+            taps=taps,
+            prepared=models.prepared,
+            shard=of_draft,
+            steps=steps,
+        )
         _check_bits(drafters[0], models, config)
     if lengths := config.speculation.forced_lengths if speculative else []:
         _log.info("not lossless: speculation.forced_lengths=%s says what rounds accept", lengths)
     verifier = Verifier(
-        rule, comm=mesh.replica, verify_rank=mesh.layout.verify_rank, device=device, split=split,
+        rule,
+        comm=mesh.replica,
+        verify_rank=mesh.layout.verify_rank,
+        device=device,
+        split=split,
         forced=ForcedLengths(lengths, device) if lengths else None,
-    )  # fmt: skip
+    )
     has_masks = bool(config.sampling.by_row or constraint_asked(config.sampling))
     if drafters and isinstance(drafters[0], AheadDrafter):
         round_: Round = OverlappedRound(
@@ -401,9 +430,16 @@ def build_decoder(
         )
     else:
         round_ = Round(
-            models.target, *drafters, verifier=verifier, taps=taps, tree=tree, limit=limit,
-            has_masks=has_masks, num_groups=config.placement.target.groups or 1, holders=mesh.holders,
-        )  # fmt: skip
+            models.target,
+            *drafters,
+            verifier=verifier,
+            taps=taps,
+            tree=tree,
+            limit=limit,
+            has_masks=has_masks,
+            num_groups=config.placement.target.groups or 1,
+            holders=mesh.holders,
+        )
     vocabulary = models.request_maker.vocabulary
     constraint_of(config.sampling, vocabulary)  # refused before any text begins
 

@@ -14,10 +14,29 @@ _DEFAULTS: dict[str, Any] = {"temperature": 1.0, "top_k": 50, "top_p": None, "mi
 """Settings of `sampling` that the file can set, with the defaults of transformers."""
 _GREEDY: dict[str, Any] = {"temperature": 0.0, "top_k": None, "top_p": None, "min_p": None}
 _CHANGES_NO_TEXT = (
-    "bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "transformers_version", "_", "max_",
-    "use_", "cache_", "output_", "return_", "num_return_", "num_assistant_", "assistant_", "is_assistant", "prefill_",
-    "compile_", "disable_compile", "prompt_lookup_", "continuous_", "low_memory", "trust_remote_code",
-)  # fmt: skip
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+    "decoder_start_token_id",
+    "transformers_version",
+    "_",
+    "max_",
+    "use_",
+    "cache_",
+    "output_",
+    "return_",
+    "num_return_",
+    "num_assistant_",
+    "assistant_",
+    "is_assistant",
+    "prefill_",
+    "compile_",
+    "disable_compile",
+    "prompt_lookup_",
+    "continuous_",
+    "low_memory",
+    "trust_remote_code",
+)
 """Beginnings of the names of fields that have no part in the choice of tokens."""
 
 

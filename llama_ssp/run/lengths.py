@@ -108,9 +108,9 @@ def check_lengths(config: RunConfig) -> str | None:
 
 
 def _tokenizer(model: ModelConfig) -> "Tokenizer | None":
-    from tokenizers import Tokenizer  # noqa: PLC0415 - few runs need these
+    from tokenizers import Tokenizer
 
-    from llama_ssp.weights import hub  # noqa: PLC0415
+    from llama_ssp.weights import hub
 
     try:
         folder = hub.folder_here(model)

@@ -40,18 +40,27 @@ def score_completions(
         for prompt, new in texts
     ]
     found = log_likelihoods(
-        models.target, scored, batch_size=config.batch_size, comm=models.mesh.replica,
-        src=models.mesh.layout.verify_rank, num_top=max(num_top or 0, num_of_prompt or 0),
+        models.target,
+        scored,
+        batch_size=config.batch_size,
+        comm=models.mesh.replica,
+        src=models.mesh.layout.verify_rank,
+        num_top=max(num_top or 0, num_of_prompt or 0),
         law=None if num_top is None else law_of(config.sampling),
-    )  # fmt: skip
+    )
     for place, scores in found:
         num_new = len(texts[place][1])
         new, before = slice(-num_new, None), slice(0, -num_new)
-        yield place, CompletionLogProbs(
-            logprobs=None if num_top is None else part(scores.model, new, num_top=num_top),
-            drawn_logprobs=part(scores.drawn, new, num_top=num_top) if scores.drawn and num_top is not None else None,
-            prompt_logprobs=None if num_of_prompt is None else part(scores.model, before, num_top=num_of_prompt),
-        )  # fmt: skip
+        yield (
+            place,
+            CompletionLogProbs(
+                logprobs=None if num_top is None else part(scores.model, new, num_top=num_top),
+                drawn_logprobs=part(scores.drawn, new, num_top=num_top)
+                if scores.drawn and num_top is not None
+                else None,
+                prompt_logprobs=None if num_of_prompt is None else part(scores.model, before, num_top=num_of_prompt),
+            ),
+        )
 
 
 def record_log_probs(session: Session, requests: Sequence[PromptRequest]) -> None:

@@ -146,9 +146,17 @@ def _load(
     phase.go_on("decoding", limit=f"timeouts.decode_s={config.timeouts.decode_s:g}")
     num_prompts = None if requests is None else len({request.index for request in requests})
     session = Session(
-        config, world=world, models=models, terminal=terminal, folder=folder, finished=finished,
-        num_prompts=num_prompts, plan=plan, start_clock=clock, memory=memory,
-    )  # fmt: skip
+        config,
+        world=world,
+        models=models,
+        terminal=terminal,
+        folder=folder,
+        finished=finished,
+        num_prompts=num_prompts,
+        plan=plan,
+        start_clock=clock,
+        memory=memory,
+    )
     return session, requests
 
 
@@ -218,7 +226,7 @@ def _read_requests(
 def _measure_once(world: World) -> None:
     """Measure the products of a CPU without calibration, on its first run: a few seconds."""
     if from_rank_0(world.comm, speeds_are_due):
-        from llama_ssp.run.calibration import cpu_speeds, rank_0_alone  # noqa: PLC0415 - once on a machine
+        from llama_ssp.run.calibration import cpu_speeds, rank_0_alone
 
         with rank_0_alone(world) as is_alone:
             if is_alone:
@@ -248,8 +256,13 @@ def _make_plan(
         if world.comm.rank == 0:
             link = machine.link
             source = next(filter(None, map(machine.sources.get, ("link", "link.bandwidth_bytes_per_s"))), "no source")
-            _log.info("forecast for hardware %s: links of %.4g GB/s and %.3g us (%s)", machine.name,
-                      link.bandwidth_bytes_per_s / 1e9, 1e6 * link.latency_s, source)  # fmt: skip
+            _log.info(
+                "forecast for hardware %s: links of %.4g GB/s and %.3g us (%s)",
+                machine.name,
+                link.bandwidth_bytes_per_s / 1e9,
+                1e6 * link.latency_s,
+                source,
+            )
         require_room(plan, words=dry_run.settings_of_run(config))
         for warning in slower_overlapped(plan.spec, plan.hardware, plan.timing):
             terminal.say(f"warning: {warning}")

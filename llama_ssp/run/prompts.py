@@ -44,9 +44,30 @@ _EXAMPLES = (
 _LABELS = ("question_id", "category")
 _IDS = ("id", "task_id", "custom_id")
 _NEVER_LINES = frozenset(
-    {".arrow", ".bz2", ".doc", ".docx", ".feather", ".gz", ".html", ".npz", ".odt", ".orc", ".pdf", ".pkl", ".rtf",
-     ".toml", ".xls", ".xlsx", ".xml", ".yaml", ".yml", ".zip", ".zst"}
-)  # fmt: skip
+    {
+        ".arrow",
+        ".bz2",
+        ".doc",
+        ".docx",
+        ".feather",
+        ".gz",
+        ".html",
+        ".npz",
+        ".odt",
+        ".orc",
+        ".pdf",
+        ".pkl",
+        ".rtf",
+        ".toml",
+        ".xls",
+        ".xlsx",
+        ".xml",
+        ".yaml",
+        ".yml",
+        ".zip",
+        ".zst",
+    }
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,8 +254,12 @@ def _parquet(_text: str, source: str) -> Iterator[_Record]:
 
 
 _READERS: dict[str, Callable[[str, str], Iterator[_Record]]] = {
-    ".jsonl": _json_lines, ".json": _json, ".csv": _csv, ".tsv": partial(_csv, delimiter="\t"), ".parquet": _parquet,
-}  # fmt: skip
+    ".jsonl": _json_lines,
+    ".json": _json,
+    ".csv": _csv,
+    ".tsv": partial(_csv, delimiter="\t"),
+    ".parquet": _parquet,
+}
 
 
 def _kind_of(content: object) -> str:

@@ -81,13 +81,17 @@ class RequestMaker:
         counted = zip(prompts, encoded, count_equal_before(encoded), strict=True)
         return [
             PromptRequest(
-                index=index, sample=sample, prompt_ids=ids, max_new_tokens=num_new, num_equal_before=number,
+                index=index,
+                sample=sample,
+                prompt_ids=ids,
+                max_new_tokens=num_new,
+                num_equal_before=number,
                 source=prompt,
             )
             for index, (prompt, ids, number) in enumerate(counted, start=first_index)
             for sample in range(config.num_samples)
             if id(prompt) not in left_out
-        ]  # fmt: skip
+        ]
 
     def with_answers(self, request: PromptRequest, answers: Sequence[str], config: RunConfig) -> PromptRequest:
         """Put the answers to the earlier turns into a request's prompt; raises ConfigError if they leave no room."""
@@ -165,9 +169,11 @@ def encode(text: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
 
 
 def encode_messages(
-    messages: list[Message], tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any] = NO_ARGUMENTS,
+    messages: list[Message],
+    tokenizer: PreTrainedTokenizerBase,
+    arguments: Mapping[str, Any] = NO_ARGUMENTS,
     tools: Sequence[Mapping[str, Any]] = (),
-) -> tuple[int, ...]:  # fmt: skip
+) -> tuple[int, ...]:
     """Encode messages in the chat template, up to where the assistant speaks; its own last message stays open.
 
     Raises as `encode` and `in_template`.
@@ -181,9 +187,11 @@ def encode_messages(
 
 
 def _encode_in_template(
-    messages: list[Message], tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any],
+    messages: list[Message],
+    tokenizer: PreTrainedTokenizerBase,
+    arguments: Mapping[str, Any],
     tools: Sequence[Mapping[str, Any]] = (),
-) -> tuple[int, ...]:  # fmt: skip
+) -> tuple[int, ...]:
     for entry in (*chain.from_iterable(message.values() for message in messages), *tools):
         _check_unicode(entry if isinstance(entry, str) else json.dumps(entry, ensure_ascii=False))
     for name, value in arguments.items():

@@ -41,9 +41,12 @@ def finalize(session: Session) -> None:
     session.memory.sample()
     experts_read_3, now = session.experts_read_3, CoreTimes.read(session.world.cores)
     own = (
-        session.memory.peak_bytes, session.num_read_tokens, session.num_reused_tokens,
-        [0.0] * 3 if experts_read_3 is None else experts_read_3.tolist(), now.own_s - session.began.own_s,
-    )  # fmt: skip
+        session.memory.peak_bytes,
+        session.num_read_tokens,
+        session.num_reused_tokens,
+        [0.0] * 3 if experts_read_3 is None else experts_read_3.tolist(),
+        now.own_s - session.began.own_s,
+    )
     peaks, num_read, num_reused, experts, used_s = zip(*map(json.loads, comm.gather_text(json.dumps(own))), strict=True)
     activities = _activities(session) if config.speculation.overlap else []
     if folder is None:
@@ -65,12 +68,19 @@ def finalize(session: Session) -> None:
     if num_replicas > 1:
         folder.put_in_order()
     facts = records.RunFacts(
-        task=task.name, model=config.model.label, draft=draft_label(config.draft), tree=config.speculation.tree,
+        task=task.name,
+        model=config.model.label,
+        draft=draft_label(config.draft),
+        tree=config.speculation.tree,
         forced_lengths=config.speculation.forced_lengths,
-        point=config.place.title if config.place else None, machine=_machine(session), weights=config.weights,
+        point=config.place.title if config.place else None,
+        machine=_machine(session),
+        weights=config.weights,
         reproducible=session.is_reproducible,
         baseline=records.Baseline(folder=baseline, ms_per_token=session.again_ms_per_token) if baseline else None,
-        placement=placement | {"num_replicas": num_replicas}, world_size=comm.size, seed=config.seed,
+        placement=placement | {"num_replicas": num_replicas},
+        world_size=comm.size,
+        seed=config.seed,
         memory=[
             records.RankMemory(rank=rank, planned_bytes=expected, measured_peak_bytes=peak)
             for rank, (expected, peak) in enumerate(zip(planned, peaks, strict=True))
@@ -79,15 +89,20 @@ def finalize(session: Session) -> None:
             num_read=sum(num_read[::replica_size]), num_reused=sum(num_reused[::replica_size])
         ),
         experts=records.ExpertsRead(num_read=num_experts / num_layers, num_expected=num_expected / num_layers)
-        if num_layers else None,
+        if num_layers
+        else None,
         forecast=forecast(plan.timing) if plan and not task.largest_cell else records.Forecast(),
         startup=session.start_clock.times,
-    )  # fmt: skip
+    )
     summary = summarise(
-        facts, folder.lines, folder.results, evaluation=session.evaluation, activities=activities,
+        facts,
+        folder.lines,
+        folder.results,
+        evaluation=session.evaluation,
+        activities=activities,
         excerpts=excerpts(folder.lines, session.models.tokenizer, overlapped=most_drafted if activities else None),
         num_draft_tokens=most_drafted if session.models.drafts else 0,
-    )  # fmt: skip
+    )
     slow, disturbed = (
         _disturbance(session, summary, now, ranks_s=sum(used_s[: session.world.ranks.local_size]))
         if any(num_read) or folder.results
@@ -138,9 +153,12 @@ def _activities(session: Session) -> list[records.RankActivity]:
     own = records.RankActivity(rank=comm.rank, rounds_s=0.0, waited_s=0.0)
     if decoder:
         own = records.RankActivity(
-            rank=comm.rank, rounds_s=decoder.rounds_s, waited_s=decoder.clock.waited_s, num_rounds=decoder.num_rounds,
+            rank=comm.rank,
+            rounds_s=decoder.rounds_s,
+            waited_s=decoder.clock.waited_s,
+            num_rounds=decoder.num_rounds,
             draft_cpu_s=decoder.clock.draft_cpu_s,
-        )  # fmt: skip
+        )
     return [records.RankActivity(**json.loads(text)) for text in comm.gather_text(json.dumps(asdict(own)))]
 
 

@@ -43,9 +43,13 @@ class Surroundings:
         """Make the surroundings of this process and the ranks that share its cores."""
         num_ranks, num_cores = world.num_sharers, len(world.cores)
         return cls(
-            device=world.device.type, num_ranks=num_ranks, num_threads=torch.get_num_threads() * num_ranks,
-            num_cores=num_cores, others=others, slowness=slowness,
-        )  # fmt: skip
+            device=world.device.type,
+            num_ranks=num_ranks,
+            num_threads=torch.get_num_threads() * num_ranks,
+            num_cores=num_cores,
+            others=others,
+            slowness=slowness,
+        )
 
     @property
     def is_disturbed(self) -> bool:

@@ -395,35 +395,52 @@ def _without_effect(config: RunConfig) -> Iterator[tuple[str, bool, str]]:
         ("speculation", never_drafts, no_draft),
         ("verification", never_drafts and not draws_by_position, no_draft),
         ("spare_rows", not task.reuses_prompts, f"with task={config.task.name}, which reads every prompt"),
-        ("speculation.acceptance", bool(speculation.forced_lengths),
-         "with speculation.forced_lengths, which says what is accepted"),
-        ("speculation.num_draft_tokens", speculation.tree is not None and not speculation.chooser,
-         "with speculation.tree, whose shape says how many tokens are drafted"),
+        (
+            "speculation.acceptance",
+            bool(speculation.forced_lengths),
+            "with speculation.forced_lengths, which says what is accepted",
+        ),
+        (
+            "speculation.num_draft_tokens",
+            speculation.tree is not None and not speculation.chooser,
+            "with speculation.tree, whose shape says how many tokens are drafted",
+        ),
         ("draft.fallback", not speculation.chooser, f"without {choosers_said() or 'what chooses K for each round'}"),
         ("draft.greedy", is_greedy, "at temperature 0, where every draft is greedy"),
         ("placement.draft draft.model", has_no_model, no_model),
         ("placement.target placement.draft", config.placement.auto, "with placement=auto, which chooses it"),
         ("placement.target.experts", not is_cut, "without placement.target.kind=tensor, which cuts a target"),
-        ("sampling.top_k sampling.top_p sampling.min_p", is_greedy,
-         "at temperature 0, which always takes the most probable token"),
+        (
+            "sampling.top_k sampling.top_p sampling.min_p",
+            is_greedy,
+            "at temperature 0, which always takes the most probable token",
+        ),
         ("sampling.min_new_tokens", config.ignore_eos, "with ignore_eos=true, where no token ends a text"),
-        ("num_samples", is_greedy and config.num_samples > 1,
-         "at temperature 0, where all samples of a prompt are equal"),
+        (
+            "num_samples",
+            is_greedy and config.num_samples > 1,
+            "at temperature 0, where all samples of a prompt are equal",
+        ),
         ("num_prompts", config.prompt is not None, "with prompt=, which is one"),
-        ("prompts_column category", ending_of(config.prompts or "") not in ENDINGS_WITH_FIELDS,
-         f"without prompts=FILE that ends in {', '.join(ENDINGS_WITH_FIELDS)}"),
+        (
+            "prompts_column category",
+            ending_of(config.prompts or "") not in ENDINGS_WITH_FIELDS,
+            f"without prompts=FILE that ends in {', '.join(ENDINGS_WITH_FIELDS)}",
+        ),
         ("chat_arguments", not config.chat and config.prompts is None, "without chat=true or messages as prompts"),
         ("task.default_prompts", (config.prompt, config.prompts) != (None, None), "with prompt= or prompts="),
         ("cuda_graphs own_sums", config.device is schema.DeviceKind.cpu, "with device=cpu"),
-        ("cuda_graphs", not is_cut,
-         f"with a target that {libraries} places: its operators are launched from Python"),
+        ("cuda_graphs", not is_cut, f"with a target that {libraries} places: its operators are launched from Python"),
         ("own_sums", not is_cut, "without placement.target.kind=tensor, which cuts a target"),
-        ("own_sums", config.own_sums and config.device is not schema.DeviceKind.cpu
-         and OPERATORS.find("sums on cuda") is None, "without the sums of llama_ssp/extensions/gpu"),
+        (
+            "own_sums",
+            config.own_sums and config.device is not schema.DeviceKind.cpu and OPERATORS.find("sums on cuda") is None,
+            "without the sums of llama_ssp/extensions/gpu",
+        ),
         ("task.format", config.quiet, "with quiet=true, which prints tables alone; run.jsonl has the completions"),
         ("dry_run", config.dry_run and not task.needs_models, f"on task={task.name}, {task.why_no_plan}"),
         ("resume", not task.needs_models, f"on task={task.name}, which has no run folder"),
-    ]  # fmt: skip
+    ]
     for group, entry, model in _chosen_models(config):
         of_hub, has_path = f"{entry}.hub_id {entry}.revision", model.path is not None
         is_made, weights = model.shape is not None and not config.reads_files, f"weights={config.weights}"

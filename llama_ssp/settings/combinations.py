@@ -57,55 +57,78 @@ ABILITIES: dict[str, Callable[[RunConfig], object]] = {
 """Abilities of a run, and whether it has them; unknown shapes count as if they had none."""
 
 CLASHES: dict[tuple[str, str], str] = {
-    ("a tree", "a draft without trees"):
-        "{tree} needs a draft with trees, and draft={kind} has none: give a draft model or head with {with_trees}",
-    ("a dynamic tree", "a draft without a model"):
-        "{tree} needs a draft model or head, whose probabilities shape it, and draft={kind} has none: give one with "
-        "draft=NAME, or numbers of children such as {fixed_tree}",
-    ("a tree", "sampling by a rule without trees"):
-        "{tree} needs {rules_of_trees}, or {greedy}, and {rule} has no exact rule for trees",
-    ("a tree", "penalties"):
-        "{tree} needs sampling without penalties, biases and bans, which see another text on every path: leave them "
-        "out",
+    (
+        "a tree",
+        "a draft without trees",
+    ): "{tree} needs a draft with trees, and draft={kind} has none: give a draft model or head with {with_trees}",
+    (
+        "a dynamic tree",
+        "a draft without a model",
+    ): "{tree} needs a draft model or head, whose probabilities shape it, and draft={kind} has none: give one with "
+    "draft=NAME, or numbers of children such as {fixed_tree}",
+    (
+        "a tree",
+        "sampling by a rule without trees",
+    ): "{tree} needs {rules_of_trees}, or {greedy}, and {rule} has no exact rule for trees",
+    (
+        "a tree",
+        "penalties",
+    ): "{tree} needs sampling without penalties, biases and bans, which see another text on every path: leave them out",
     ("a tree", "a chosen K"): "{tree} needs equal rounds: leave {number} out",
     ("a tree", "overlap"): "{tree} needs rounds one after the other: leave {overlap} out",
     ("a tree", "a replicated draft"): "{tree} needs one draft for all rows: use placement=one_rank, sharded or own_gpu",
     ("a tree", "a library's placement"): "{tree} needs placement.target.kind=tensor, and {target_kind} was given",
-    ("a tree", "a recurrent model"):
-        "{tree_key} scores several tokens at one position, and a layer of kind {layer}, as this {family} model has, "
-        "keeps one state at each: leave {tree_key} out",
+    (
+        "a tree",
+        "a recurrent model",
+    ): "{tree_key} scores several tokens at one position, and a layer of kind {layer}, as this {family} model has, "
+    "keeps one state at each: leave {tree_key} out",
     ("a tree", "requests by row"): "requests draft chains: leave {tree_key} out",
     ("forced lengths", "a tree"): "{forced} needs chains: leave {tree_key} out",
     ("forced lengths", "a chosen K"): "{forced} needs equal rounds: leave {number} out",
     ("forced lengths", "overlap"): "{forced} needs rounds one after the other: leave {overlap} out",
     ("forced lengths", "requests by row"): "requests keep the target's distribution: leave {forced} out",
-    ("forced lengths", "texts of the target"):
-        "{forced} needs a task that shows times, and the texts of task={task} must be the target's: use "
-        "{timed}",
-    ("overlap", "a draft without a model"):
-        "{overlap} needs a draft model, and draft={kind} has none: give one with draft=NAME",
-    ("overlap", "a draft on shared ranks"):
-        "{overlap} needs a draft on ranks of its own, and {draft_placement} was given: use placement=own_gpu on at "
-        "least 2 ranks",
-    ("overlap", "a chosen K"):
-        "{overlap} needs one K for all rounds, and {number} was given: use a number, about as many as draft steps fit "
-        "into a forward of the target",
+    (
+        "forced lengths",
+        "texts of the target",
+    ): "{forced} needs a task that shows times, and the texts of task={task} must be the target's: use {timed}",
+    (
+        "overlap",
+        "a draft without a model",
+    ): "{overlap} needs a draft model, and draft={kind} has none: give one with draft=NAME",
+    (
+        "overlap",
+        "a draft on shared ranks",
+    ): "{overlap} needs a draft on ranks of its own, and {draft_placement} was given: use placement=own_gpu on at "
+    "least 2 ranks",
+    (
+        "overlap",
+        "a chosen K",
+    ): "{overlap} needs one K for all rounds, and {number} was given: use a number, about as many as draft steps fit "
+    "into a forward of the target",
     ("overlap", "a fallback"): "{overlap} drafts with the model alone: leave {fallback} out",
-    ("a rule without sampling", "sampling"):
-        "{rule} keeps the target's distribution at temperature 0 only, and {temperature} is {degrees}: use "
-        "{greedy}, {exact_rules}",
-    ("a rule without sampling", "requests by row"):
-        "requests choose their temperature, and {rule} keeps the target's distribution at temperature 0 only: use "
-        "{exact_rules}",
-    ("stages", "a library's placement"):
-        "{stages} needs placement.target.kind=tensor, and {target_kind} was given",
-    ("spare rows", "a recurrent target"):
-        "spare rows keep what a target has read at any place of a text, and a layer of kind {layer}, as this {family} "
-        "model has, keeps one state: leave spare_rows out",
+    (
+        "a rule without sampling",
+        "sampling",
+    ): "{rule} keeps the target's distribution at temperature 0 only, and {temperature} is {degrees}: use "
+    "{greedy}, {exact_rules}",
+    (
+        "a rule without sampling",
+        "requests by row",
+    ): "requests choose their temperature, and {rule} keeps the target's distribution at temperature 0 only: use "
+    "{exact_rules}",
+    ("stages", "a library's placement"): "{stages} needs placement.target.kind=tensor, and {target_kind} was given",
+    (
+        "spare rows",
+        "a recurrent target",
+    ): "spare rows keep what a target has read at any place of a text, and a layer of kind {layer}, as this {family} "
+    "model has, keeps one state: leave spare_rows out",
     ("requests by row", "replicas"): "requests are answered by one replica: leave placement.num_replicas out",
-    ("equal bits", "a library's placement"):
-        "{reproducible} needs placement.target.kind=tensor, and {target_kind} was given",
-}  # fmt: skip
+    (
+        "equal bits",
+        "a library's placement",
+    ): "{reproducible} needs placement.target.kind=tensor, and {target_kind} was given",
+}
 """Two abilities, and why no run has both; `_words` fills in the words in braces."""
 
 
@@ -163,23 +186,32 @@ def _words(config: RunConfig) -> dict[str, object]:
     chosen = "placement=auto" if placement.auto else f"placement.draft.kind={placement.draft.kind.name}"
     with_trees = [f"draft={name}" for name in free_drafts() if DRAFTERS.of(name).has_trees]
     return {
-        "kind": draft.kind, "draft": model.name, "fallback": said("draft.fallback", draft.fallback),
+        "kind": draft.kind,
+        "draft": model.name,
+        "fallback": said("draft.fallback", draft.fallback),
         "with_trees": ", or ".join(["draft=NAME", *with_trees]),
-        "tree": said("speculation.tree", speculation.tree), "tree_key": key_of("speculation.tree"),
+        "tree": said("speculation.tree", speculation.tree),
+        "tree_key": key_of("speculation.tree"),
         "fixed_tree": said("speculation.tree", "3x1x1"),
         "number": said("speculation.num_draft_tokens", speculation.num_draft_tokens),
         "overlap": said("speculation.overlap", True),
         "forced": said("speculation.forced_lengths", speculation.forced_lengths),
-        "rule": said("verification", config.verification.rule), "greedy": greedy,
+        "rule": said("verification", config.verification.rule),
+        "greedy": greedy,
         "rules_of_trees": " or ".join(said("verification", name) for name in _rules_of_trees()),
-        "exact_rules": listed(at_every_temperature(), "or"), "timed": listed(timed, "or"),
-        "temperature": key_of("sampling.temperature"), "degrees": temperature, "task": config.task.name,
-        "stages": said("placement.target.stages", placement.target.stages), "target_kind": placement.target.kind,
+        "exact_rules": listed(at_every_temperature(), "or"),
+        "timed": listed(timed, "or"),
+        "temperature": key_of("sampling.temperature"),
+        "degrees": temperature,
+        "task": config.task.name,
+        "stages": said("placement.target.stages", placement.target.stages),
+        "target_kind": placement.target.kind,
         "draft_placement": chosen,
-        "layer": state and state.recurrent, "family": state and state.model_type,
+        "layer": state and state.recurrent,
+        "family": state and state.model_type,
         "reproducible": said("reproducible", True),
         **{name: value for ability in MORE.all().values() for name, value in ability.words(config).items()},
-    }  # fmt: skip
+    }
 
 
 def on_gpus(config: RunConfig) -> bool:

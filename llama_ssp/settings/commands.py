@@ -39,14 +39,19 @@ class Command:
 
 COMMANDS: Registry[Command] = Registry(setting="command", modules=("llama_ssp.settings.commands",), kind=Command)
 RUN = Command(
-    name="run", usage="[SETTING=VALUE ...] [ranks=N]", order=1,
+    name="run",
+    usage="[SETTING=VALUE ...] [ranks=N]",
+    order=1,
     purpose="complete prompts; N ranks, by default one for each GPU\n"
     "    llama-ssp run [ranks=N] --script FILE [ARG ...]  run a Python script, whose load() takes all ranks",
-)  # fmt: skip
+)
 PLAN = Command(
-    name="plan", usage="[SETTING=VALUE ...]", purpose="memory and time of a run, on a machine that is only described",
-    order=3, run="llama_ssp.run.commands.plan:main",
-)  # fmt: skip
+    name="plan",
+    usage="[SETTING=VALUE ...]",
+    purpose="memory and time of a run, on a machine that is only described",
+    order=3,
+    run="llama_ssp.run.commands.plan:main",
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -55,17 +55,26 @@ def at_every_temperature() -> list[str]:
 # Token by token. Source: arXiv:2302.01318, Algorithm 2; arXiv:2211.17192, Algorithm 1.
 register(
     RuleRecord(
-        name=DEFAULT, order=0, verify="llama_ssp.speculate.sampling.rules:verify_speculative", over_shards=True,
+        name=DEFAULT,
+        order=0,
+        verify="llama_ssp.speculate.sampling.rules:verify_speculative",
+        over_shards=True,
         has_trees=True,
     )
-)  # fmt: skip
+)
 # Accepts or rejects the draft as a whole. Source: arXiv:2403.10444, Algorithm 2.
 register(
     RuleRecord(
-        name="block", order=1, verify="llama_ssp.speculate.sampling.rules:verify_block", over_shards=True,
-        has_trees=True, keeps_all_rows=True, more_kernels=12, more_passes=8,
+        name="block",
+        order=1,
+        verify="llama_ssp.speculate.sampling.rules:verify_block",
+        over_shards=True,
+        has_trees=True,
+        keeps_all_rows=True,
+        more_kernels=12,
+        more_passes=8,
     )
-)  # fmt: skip
+)
 # Accepts drafted tokens that equal the target's most probable token.
 register(RuleRecord(name=AT_ZERO, order=2, verify=None))
 # One seed, one text, whatever drafts: every token wins a race of its own position. Source: arXiv:2408.07978.

@@ -53,7 +53,7 @@ def tree_shape(text: str) -> TreeShape:
     is_dynamic, sizes = whole.startswith(f"{DYNAMIC}-"), whole.removeprefix(f"{DYNAMIC}-")
     is_list = re.fullmatch(r"[1-9][0-9]{0,3}(x[1-9][0-9]{0,3})*", sizes)
     numbers = [int(number) for number in sizes.split("x")] if is_list else []
-    if not numbers or (is_dynamic and len(numbers) != 3):  # noqa: PLR2004
+    if not numbers or (is_dynamic and len(numbers) != 3):
         raise ValueError(
             f"{text!r} is not the shape of a tree: give the number of children of a node on each level, "
             "at least 1, with x between them, such as 2x2x1x1; or "

@@ -35,7 +35,7 @@ class Pattern:
         try:
             self._steps = self._parsed(text)
         except (ValueError, IndexError, re.error) as error:
-            shown = text if len(text) <= 60 else f"{text[:60]}..."  # noqa: PLR2004 - characters
+            shown = text if len(text) <= 60 else f"{text[:60]}..."
             raise CheckpointError(
                 f"{where} {shown!r} is no pattern of the kind that is read: at most {_MOST_CHARACTERS} characters, "
                 "with groups, |, classes and repetitions"

@@ -127,9 +127,12 @@ def stored_format(
     if may_have_head and head and not keeps(head):
         problem = "a quantized output head"
     return StoredFormat(
-        name=layout.name, layout=None if problem else layout, problem=problem,
-        counted=layout.storage if problem else None, kept=frozenset().union(*left),
-    )  # fmt: skip
+        name=layout.name,
+        layout=None if problem else layout,
+        problem=problem,
+        counted=layout.storage if problem else None,
+        kept=frozenset().union(*left),
+    )
 
 
 def _half_quantized(number: int, layer: Sequence[str], kept: Collection[str]) -> str | None:
@@ -176,18 +179,23 @@ _FUSED = {
 }
 _LEAVES = {
     **{leaf: (fused,) for leaf, fused in _FUSED.items()},
-    "gate_up_proj": ("gate_proj", "up_proj", "w1", "w3"), "down_proj": ("w2",),
-}  # fmt: skip
+    "gate_up_proj": ("gate_proj", "up_proj", "w1", "w3"),
+    "down_proj": ("w2",),
+}
 """Other last parts of a module's name in files, which may have fused matrices in parts, or parts fused."""
 _PARTS = {".mlp.": ".block_sparse_moe.", ".forget_gate.": "."}
 """Parts of the library's names, and what files have in their place."""
 _BEGINNINGS = {
     "model.": (
-        "backbone.", "language_model.model.", "model.language_model.", "language_model.", "language_model.backbone.",
+        "backbone.",
+        "language_model.model.",
+        "model.language_model.",
+        "language_model.",
+        "language_model.backbone.",
         "thinker.model.",
     ),
     "lm_head": ("language_model.lm_head", "thinker.lm_head"),
-}  # fmt: skip
+}
 """Beginnings of the library's names, and what files have in their place, most of them of models that read images."""
 
 

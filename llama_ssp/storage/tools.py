@@ -16,20 +16,34 @@ from llama_ssp.storage.formats import INT4_GROUPS, Block, Found, PackedLayout
 from llama_ssp.types import Parsed
 
 COMPRESSED, GPTQ, AWQ, AUTO_ROUND, BITSANDBYTES, MODELOPT = (
-    "compressed-tensors", "gptq", "awq", "auto-round", "bitsandbytes", "modelopt",
-)  # fmt: skip
+    "compressed-tensors",
+    "gptq",
+    "awq",
+    "auto-round",
+    "bitsandbytes",
+    "modelopt",
+)
 SCATTERED = (True, "group", "dynamic")
 """Values of actorder that scatter the groups."""
 OF_ACTIVATIONS = (
-    "input_scale", "input_zero_point", "input_global_scale", "input_scale_ub", "activation_scale", "output_scale",
+    "input_scale",
+    "input_zero_point",
+    "input_global_scale",
+    "input_scale_ub",
+    "activation_scale",
+    "output_scale",
     "output_zero_point",
-)  # fmt: skip
+)
 """Tensors of engines that quantize activations."""
 _ORDERS_IN_PLACE = (None, False, "weight", "static")
 _FORMS_READ = {
-    "pack-quantized": (4, "int"), "packed bytes": (8, "int"), "int-quantized": (8, "int"),
-    "float-quantized": (8, "float"), "mxfp4-pack-quantized": (4, "float"), "nvfp4-pack-quantized": (4, "float"),
-}  # fmt: skip
+    "pack-quantized": (4, "int"),
+    "packed bytes": (8, "int"),
+    "int-quantized": (8, "int"),
+    "float-quantized": (8, "float"),
+    "mxfp4-pack-quantized": (4, "float"),
+    "nvfp4-pack-quantized": (4, "float"),
+}
 """Bits and kind of the weights, by the `format` of compressed-tensors; packed ones of 8 bits are "packed bytes"."""
 
 
@@ -57,7 +71,7 @@ def compressed(described: Mapping[str, Any]) -> Compressed | None:
         )
     form = described.get("format")
     form = f"{first.get('type')}-quantized" if form == "naive-quantized" else form
-    form = "packed bytes" if form == "pack-quantized" and first.get("num_bits") == 8 else form  # noqa: PLR2004 - a byte
+    form = "packed bytes" if form == "pack-quantized" and first.get("num_bits") == 8 else form
     bits, kind = _FORMS_READ.get(str(form), (None, None))
     problems += [] if bits else [f"format {shown(form)}"]
     problems += differences(first, {"num_bits": bits, "type": kind} if bits else {})
@@ -78,10 +92,19 @@ def gptq(
     if not isinstance(dynamic, dict) or any(found for name, found in dynamic.items() if not name.startswith("-:")):
         problems.append(f"dynamic {shown(described['dynamic'])}")
     return in_groups(
-        grouped(described.get("group_size")), described, problems, storage=storage, name=name, weight="qweight",
-        scale="scales", zero="qzeros", order="g_idx", has_inputs_first=True, least_zero=int(version == "gptq"),
+        grouped(described.get("group_size")),
+        described,
+        problems,
+        storage=storage,
+        name=name,
+        weight="qweight",
+        scale="scales",
+        zero="qzeros",
+        order="g_idx",
+        has_inputs_first=True,
+        least_zero=int(version == "gptq"),
         is_scattered=order is True,
-    )  # fmt: skip
+    )
 
 
 def of_auto_round(described: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[str]]:
@@ -162,6 +185,6 @@ def grouped(size: object) -> Block | None:
 
 def pair(sizes: object) -> Block | None:
     """A block's outputs and inputs; None if these are no two sizes."""
-    if not isinstance(sizes, list) or len(sizes) != 2 or not all(type(size) is int and size > 0 for size in sizes):  # noqa: PLR2004 - two dimensions
+    if not isinstance(sizes, list) or len(sizes) != 2 or not all(type(size) is int and size > 0 for size in sizes):
         return None
     return sizes[0], sizes[1]

@@ -34,10 +34,18 @@ class ProgressView:
         self._columns = [label, *amount, RemainingColumn(compact=True), TextColumn("left")]
         # Standard output is not redirected: it may lead to a file, which must not end up on this console.
         self._progress = Progress(
-            label, BarColumn(bar_width=None), *self._columns[1:], console=console, transient=True, expand=True,
-            auto_refresh=False, redirect_stdout=False, redirect_stderr=False, get_time=clock,
+            label,
+            BarColumn(bar_width=None),
+            *self._columns[1:],
+            console=console,
+            transient=True,
+            expand=True,
+            auto_refresh=False,
+            redirect_stdout=False,
+            redirect_stderr=False,
+            get_time=clock,
             speed_estimate_period=_SPEED_OVER_S,
-        )  # fmt: skip
+        )
         self._is_live = console.is_terminal
         self._clock = clock
         self._next_s = clock() + (0 if self._is_live else _FIRST_LINE_OF_LOADING_S)

@@ -247,9 +247,13 @@ class Terminal:
     def save_svg(self, path: Path, *, title: str) -> None:
         """Draw what standard output has shown so far, 80 columns wide; raises SspError if the file is not writable."""
         picture = Console(
-            record=True, file=StringIO(), width=_PICTURE_COLUMNS, force_terminal=True, color_system="truecolor",
+            record=True,
+            file=StringIO(),
+            width=_PICTURE_COLUMNS,
+            force_terminal=True,
+            color_system="truecolor",
             highlight=False,
-        )  # fmt: skip
+        )
         for shown in self._shown:
             picture.print(shown)
         try:

@@ -65,10 +65,10 @@ def installing(extra: str) -> str:
 
 def lasting(seconds: float) -> str:
     """A duration, as in "12 s", "4 min" and "1 h 30 min"."""
-    if seconds < 90:  # noqa: PLR2004 - from here on minutes are precise enough
+    if seconds < 90:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)
-    return f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min"  # noqa: PLR2004
+    return f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min"
 
 
 def counted(number: int, noun: str) -> str:

@@ -21,7 +21,7 @@ class BlockTensor(PackedTensor):
     @classmethod
     def _facts(cls, parts: Mapping[str, StoredTensor], layout: PackedLayout) -> Facts | None:
         step = -1 if layout.has_inputs_first else 1
-        matrices = {leaf: tensor.shape[::step] for leaf, tensor in parts.items() if len(tensor.shape) == 2}  # noqa: PLR2004 - a matrix
+        matrices = {leaf: tensor.shape[::step] for leaf, tensor in parts.items() if len(tensor.shape) == 2}
         if layout.weight not in matrices or layout.scale not in parts:
             return None
         num_outputs, num_inputs = matrices[layout.weight]
@@ -55,7 +55,7 @@ class BlockTensor(PackedTensor):
     def _matrix(self, leaf: str, rows: range, columns: range) -> Tensor:
         """A part of a stored matrix, or of a vector that stands for a column, with the outputs first."""
         stored = self.parts[leaf]
-        if len(stored.shape) < 2:  # noqa: PLR2004 - a matrix
+        if len(stored.shape) < 2:
             return stored.mapped().view(-1, 1)[rows.start : rows.stop]
         return stored.mapped(columns, rows).t() if self.layout.has_inputs_first else stored.mapped(rows, columns)
 

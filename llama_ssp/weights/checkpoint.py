@@ -120,10 +120,10 @@ def text_tensors(tensors: Mapping[str, ListedTensor], model_type: str, *, width:
 
     Experts of a text part of this width are stored the other way round by some kinds.
     """
-    from transformers.conversion_mapping import (  # noqa: PLC0415 - slow, and few models need it
+    from transformers.conversion_mapping import (
         get_checkpoint_conversion_mapping,
     )
-    from transformers.core_model_loading import Transpose, WeightRenaming  # noqa: PLC0415
+    from transformers.core_model_loading import Transpose, WeightRenaming
 
     changes = get_checkpoint_conversion_mapping(model_type) or []
     renamings = [change for change in changes if isinstance(change, WeightRenaming)]
@@ -134,7 +134,7 @@ def text_tensors(tensors: Mapping[str, ListedTensor], model_type: str, *, width:
         for change in renamings:
             name, _ = change.rename_source_key(name)
         name, dim = of_text(name), 2 - stored.endswith("down_proj")
-        if len(tensor.shape) == 3 and tensor.shape[dim] != width:  # noqa: PLR2004 - experts, outputs, inputs
+        if len(tensor.shape) == 3 and tensor.shape[dim] != width:
             is_turned = any(stored.endswith(pattern) for change in turned for pattern in change.source_patterns)
             tensor = TurnedTensor.of(tensor) if is_turned else tensor  # noqa: PLW2901
         found[name] = tensor

@@ -60,7 +60,7 @@ class WeightsInMemory:
 
 def weights_of(model: nn.Module, *, what: str) -> WeightsInMemory:
     """The weights of a loaded causal language model; raises ConfigError for any other. `what` is target or draft."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel  # noqa: PLC0415 - slow, and few need it
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 
     model = getattr(model, "_orig_mod", model)
     model = model.module if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel) else model
@@ -80,9 +80,13 @@ def weights_of(model: nn.Module, *, what: str) -> WeightsInMemory:
     path, config = str(model.name_or_path), deepcopy(model.config)
     config.update({"dtype": model.dtype})  # which `save_pretrained` leaves as a string
     return WeightsInMemory(
-        name=Path(path).name or kind, folder=Path(path or kind), config=config, shape=shape_of(config),
-        parameters=_named(parameters, config), generation=model.generation_config.to_dict(),
-    )  # fmt: skip
+        name=Path(path).name or kind,
+        folder=Path(path or kind),
+        config=config,
+        shape=shape_of(config),
+        parameters=_named(parameters, config),
+        generation=model.generation_config.to_dict(),
+    )
 
 
 def check_tensors(parameters: Mapping[str, Any], *, what: str) -> None:
@@ -100,20 +104,20 @@ def _named(parameters: Mapping[str, Any], config: PretrainedConfig) -> Mapping[s
     """Tensors by the names that the model itself gives them, with outputs before inputs."""
     found = {_WRAPPED.sub("", name): values for name, values in parameters.items()}
     named, ends = found if len(found) == len(parameters) else parameters, record_of(config.model_type).turned
-    return {
-        name: values.t() if name.endswith(ends) and values.ndim == 2 else values  # noqa: PLR2004
-        for name, values in named.items()
-    }
+    return {name: values.t() if name.endswith(ends) and values.ndim == 2 else values for name, values in named.items()}
 
 
 def weights_like(running: WeightSource, parameters: Mapping[str, Any], *, what: str) -> WeightsInMemory:
     """Tensors by name as other weights of a model; ConfigError for anything else. `what` is model or draft."""
     check_tensors(parameters, what=what)
     return WeightsInMemory(
-        name=what, folder=Path(f"{what}={{...}}"), config=running.config, shape=running.shape,
+        name=what,
+        folder=Path(f"{what}={{...}}"),
+        config=running.config,
+        shape=running.shape,
         parameters=_named(parameters, running.config),
         generation={},
-    )  # fmt: skip
+    )
 
 
 def kept(origin: WeightSource, names: Callable[[], Collection[str]] | None = None) -> WeightSource:
@@ -124,10 +128,13 @@ def kept(origin: WeightSource, names: Callable[[], Collection[str]] | None = Non
     if not isinstance(origin, WeightsInMemory):
         return origin
     copied = origin.parameters.keys() if names is None else names()
-    return replace(origin, parameters={
-        name: values.detach().to("cpu", copy=True) if name in copied else values.detach().to("meta")
-        for name, values in origin.parameters.items()
-    })  # fmt: skip
+    return replace(
+        origin,
+        parameters={
+            name: values.detach().to("cpu", copy=True) if name in copied else values.detach().to("meta")
+            for name, values in origin.parameters.items()
+        },
+    )
 
 
 def as_eos_ids(given: int | Sequence[int] | None) -> tuple[int, ...]:

@@ -74,7 +74,7 @@ class PackedTensor(ListedTensor):
         This part has whole groups. CheckpointError if a file has changed, or its groups are not as it describes.
         """
         dim = wanted.get("dim")
-        if len(self.shape) == 3:  # noqa: PLR2004 - experts, inputs and outputs
+        if len(self.shape) == 3:
             chosen = wanted["parts"] if dim == 0 else [range(self.shape[0])]
             part_of_each: Wanted = {"dim": dim % 2, "parts": wanted["parts"]} if dim else {}
             experts = [self._expert(number).read(**part_of_each) for part in chosen for number in part]

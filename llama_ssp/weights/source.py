@@ -202,11 +202,14 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
             slices = {name: stored.get_slice(name) for name in stored.keys()}  # noqa: SIM118 - not a mapping
             return {
                 name: StoredTensor(
-                    file=file, name=name, kind=(kind := piece.get_dtype()), dtype=_FLOAT_DTYPES.get(kind),
+                    file=file,
+                    name=name,
+                    kind=(kind := piece.get_dtype()),
+                    dtype=_FLOAT_DTYPES.get(kind),
                     shape=tuple(piece.get_shape()),
                 )
                 for name, piece in slices.items()
-            }  # fmt: skip
+            }
     except (SafetensorError, OSError) as error:
         raise _unreadable(file, error) from error
 

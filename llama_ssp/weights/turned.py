@@ -35,6 +35,6 @@ class TurnedTensor(ListedTensor):
 def turn(tensors: Mapping[str, ListedTensor], ends: tuple[str, ...]) -> dict[str, ListedTensor]:
     """Turn the matrices whose names end so."""
     return {
-        name: TurnedTensor.of(tensor) if name.endswith(ends) and len(tensor.shape) == 2 else tensor  # noqa: PLR2004
+        name: TurnedTensor.of(tensor) if name.endswith(ends) and len(tensor.shape) == 2 else tensor
         for name, tensor in tensors.items()
     }

@@ -121,7 +121,7 @@ _SAMPLED = [
     Cell(ALL_4, BOTH, SHARDED, pair="gpt_neox"),
     Cell(ALL_4, ALL_4, REPLICATED, pair="gpt_neox", batch_size=3),
     Cell(ALL_4, (4,), OWN_GPU),
-]  # fmt: skip
+]
 _BOTH_TEMPERATURES = [
     Cell(BOTH, (0,)),
     slow(ALL_3, (0,)),
@@ -133,7 +133,9 @@ _BOTH_TEMPERATURES = [
     *(slow(target, (0,), is_long=True) for target in (BOTH, ALL_3, ALL_4)),
 ]
 CELLS = [
-    *_SAMPLED, *_BOTH_TEMPERATURES, *map(greedy, _BOTH_TEMPERATURES),
+    *_SAMPLED,
+    *_BOTH_TEMPERATURES,
+    *map(greedy, _BOTH_TEMPERATURES),
     greedy(slow(BOTH, (0,), pair="gpt_neo", batch_size=9)),
     greedy(slow(BOTH, (0,), pair=SYNTHETIC)),
     *(greedy(slow(target, (0,), pair=SYNTHETIC)) for target in (ALL_3, ALL_4)),
@@ -152,14 +154,17 @@ CELLS = [
     greedy(slow(BOTH, BOTH, SHARDED, tree="3x2x1", batch_size=5)),
     greedy(slow((0,), (1,), OWN_GPU, batch_size=5, overlaps=True)),
     greedy(slow((0,), (1, 2), OWN_GPU, batch_size=5, overlaps=True)),
-]  # fmt: skip
+]
 ALONE = [
     greedy(cell.alone)
     for cell in (
-        slow((0,), (0,), pair=SYNTHETIC), Cell((0,), (0,)), Cell((0,), (0,), pair="head"),
-        *(heavy((0,), (0,), pair=pair) for pair in HEAVY_PAIRS), *(slow((0,), (0,), pair=pair) for pair in SLOW_PAIRS),
+        slow((0,), (0,), pair=SYNTHETIC),
+        Cell((0,), (0,)),
+        Cell((0,), (0,), pair="head"),
+        *(heavy((0,), (0,), pair=pair) for pair in HEAVY_PAIRS),
+        *(slow((0,), (0,), pair=pair) for pair in SLOW_PAIRS),
     )
-]  # fmt: skip
+]
 """One for each pair, all others of the pair are compared with."""
 
 

@@ -93,7 +93,7 @@ class Case(Protocol):
     @property
     def num_ranks(self) -> int: ...
 
-    def see(self, world: World, folder: Path) -> Any:  # noqa: ANN401 - what can be pickled
+    def see(self, world: World, folder: Path) -> Any:
         """What this rank sees of it; `folder` has the pairs of models."""
 
 
@@ -163,23 +163,35 @@ class Cell:
         if self.overlaps and self.rule == "speculative" and self.temperature:
             return replace(self, target=(0,), draft=(1,), batch_size=5, stages=1, groups=None)
         return replace(
-            self, target=(0,), draft=self.draft and (0,), kind=DraftLayout.one_rank, target_kind="tensor",
-            batch_size=4, adapts=False, overlaps=False, updates=False, stages=1, groups=None,
-        )  # fmt: skip
+            self,
+            target=(0,),
+            draft=self.draft and (0,),
+            kind=DraftLayout.one_rank,
+            target_kind="tensor",
+            batch_size=4,
+            adapts=False,
+            overlaps=False,
+            updates=False,
+            stages=1,
+            groups=None,
+        )
 
     def config(self, folder: Path) -> RunConfig:
         """As `launch/run.py` would compose it."""
         placement = PlacementConfig(
-            target=TargetPlacement(
-                kind=self.target_kind, ranks=[*self.target], stages=self.stages, groups=self.groups
-            ),
+            target=TargetPlacement(kind=self.target_kind, ranks=[*self.target], stages=self.stages, groups=self.groups),
             draft=DraftPlacement(kind=self.kind, ranks=[*self.draft]),
-        )  # fmt: skip
+        )
         target, draft = pair_of(self.pair, folder)
         config = decoding.run_config(
-            target, draft, placement=placement, sampling=SamplingConfig(temperature=self.temperature),
-            batch_size=self.batch_size, seed=3, ignore_eos=False,
-        )  # fmt: skip
+            target,
+            draft,
+            placement=placement,
+            sampling=SamplingConfig(temperature=self.temperature),
+            batch_size=self.batch_size,
+            seed=3,
+            ignore_eos=False,
+        )
         config.verification.rule = self.rule
         config.speculation.tree, config.speculation.overlap = self.tree, self.overlaps
         if self.pair == SYNTHETIC:
@@ -327,7 +339,7 @@ class Together:
 
     num_ranks: int
 
-    def see(self, world: World, folder: Path) -> tuple[list[str], str, str]:  # noqa: ARG002 - reads no models
+    def see(self, world: World, folder: Path) -> tuple[list[str], str, str]:
         comm, last = world.comm, self.num_ranks - 1
         heard = "nothing"
         try:
@@ -346,7 +358,7 @@ class FromPython:
     placement: str
     num_ranks: int = 2
 
-    def see(self, world: World, folder: Path) -> tuple[list[list[int]], list[float], list[str]]:  # noqa: ARG002 - shipped
+    def see(self, world: World, folder: Path) -> tuple[list[list[int]], list[float], list[str]]:
         staged = PlacementConfig(target=TargetPlacement(stages=2, groups=2))
         placement = staged if self.placement == "stages" else self.placement
         pair = load("tiny", "tiny-draft", device="cpu", placement=placement)

@@ -129,9 +129,17 @@ def test_the_default_command_ends_with_a_table_and_a_summary(tmp_path: Path) -> 
     assert (tmp_path / "a run" / "status").read_text() == "done\n"
     names = {str(path.relative_to(tmp_path / "a run")) for path in (tmp_path / "a run").rglob("*") if path.is_file()}
     assert names == {
-        "config.yaml", "lock", "models.json", "ranks/000.log", "ranks/001.log", "run.jsonl", "run.log", "status",
-        "summary.json", *(form.file for form in FORMATS.all().values() if form.purpose),
-    }  # fmt: skip
+        "config.yaml",
+        "lock",
+        "models.json",
+        "ranks/000.log",
+        "ranks/001.log",
+        "run.jsonl",
+        "run.log",
+        "status",
+        "summary.json",
+        *(form.file for form in FORMATS.all().values() if form.purpose),
+    }
     check_logs(tmp_path / "a run")
 
 

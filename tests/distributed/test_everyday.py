@@ -128,7 +128,7 @@ RUNS = [
     _done("task=generate max_new_tokens=4 format=jsonl prompts=- run_dir={run}", r'\{"index": 0.*import os'),
     _done("max_new_tokens=4 'prompt=def f' run_dir={run}", r"\S"),
     _done("-m task=generate format=jsonl max_new_tokens=4 prompt=x seed=0,1 run_dir={run}", r'\{"index": 0'),
-]  # fmt: skip
+]
 EVERYDAY = [*TYPOS, *FOREIGN, *VALUES, *FILES, *TELLING, *RUNS]
 
 
@@ -142,9 +142,15 @@ PRINTED = ["task=generate", "max_new_tokens=40", "num_samples=3", "prompt=def f(
 def typed(starter: str, words: Sequence[str], *, stdin: str = "import os\n", **more: str) -> tuple[int, str, str]:
     """Type a command; returns the exit code, standard output and standard error."""
     ended = subprocess.run(
-        command_of(starter, words), cwd=ROOT, env=environment(more), input=stdin,
-        capture_output=True, text=True, timeout=240, check=False,
-    )  # fmt: skip
+        command_of(starter, words),
+        cwd=ROOT,
+        env=environment(more),
+        input=stdin,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
     return ended.returncode, ended.stdout, ended.stderr
 
 

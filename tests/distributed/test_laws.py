@@ -38,17 +38,21 @@ def texts(folder: Path, num_ranks: int, *words: str) -> list[list[int]]:
 @pytest.mark.parametrize(
     ("rule", "num_rows"),
     [
-        ("speculative", OVER_PARTS), heavy("block", OVER_PARTS), heavy("coupled", OVER_PARTS),
-        heavy("greedy", OVER_PARTS), heavy("speculative", GATHERED), heavy("block", GATHERED),
+        ("speculative", OVER_PARTS),
+        heavy("block", OVER_PARTS),
+        heavy("coupled", OVER_PARTS),
+        heavy("greedy", OVER_PARTS),
+        heavy("speculative", GATHERED),
+        heavy("block", GATHERED),
     ],
-)  # fmt: skip
+)
 def test_a_draft_with_a_law_writes_the_texts_of_one_rank(rule: str, num_rows: int, tmp_path: Path) -> None:
     greedy = [f"sampling.{name}={value}" for name, value in GREEDY.items()] if rule == "greedy" else []
     words, folder = (f"verification={rule}", f"batch_size={num_rows}", *greedy), with_law(tmp_path)
     assert texts(folder, 2, *words) == texts(folder, 1, *words)
 
 
-def from_python(folder: Path, rank: int) -> dict[str, list[tuple[int, ...]]]:  # noqa: ARG001 - every rank alike
+def from_python(folder: Path, rank: int) -> dict[str, list[tuple[int, ...]]]:
     """The texts of each rule."""
     sys.path[:0], os.environ[PLUGINS] = [str(folder)], LAW
     with load("tiny", "near", dtype="fp32") as pair:
@@ -56,12 +60,15 @@ def from_python(folder: Path, rank: int) -> dict[str, list[tuple[int, ...]]]:  #
             rule: [
                 tuple(done.token_ids)
                 for done in pair.generate(
-                    PROMPTS, batch_size=OVER_PARTS, max_new_tokens=6, verification=rule,
+                    PROMPTS,
+                    batch_size=OVER_PARTS,
+                    max_new_tokens=6,
+                    verification=rule,
                     **(GREEDY if rule == "greedy" else {}),
                 )
             ]
             for rule in ("speculative", "block", "coupled", "greedy")
-        }  # fmt: skip
+        }
 
 
 @pytest.mark.heavy

@@ -179,18 +179,29 @@ AT_MOST_S = 15
 @pytest.mark.parametrize(
     ("starter", "delay_s"),
     [
-        slow("torchrun", 0.0), heavy("ranks=2", 0.1), slow("torchrun", 0.1), slow("torchrun", 0.2),
-        slow("torchrun", 1.0), slow("torchrun", 3.0), slow("ranks=2", 0.0), slow("ranks=2", 1.0), slow("ranks=2", 3.0),
+        slow("torchrun", 0.0),
+        heavy("ranks=2", 0.1),
+        slow("torchrun", 0.1),
+        slow("torchrun", 0.2),
+        slow("torchrun", 1.0),
+        slow("torchrun", 3.0),
+        slow("ranks=2", 0.0),
+        slow("ranks=2", 1.0),
+        slow("ranks=2", 3.0),
     ],
-)  # fmt: skip
+)
 def test_no_rank_outlives_a_starter_that_is_killed_so_long_after_their_start(
     starter: str, delay_s: float, tmp_path: Path
 ) -> None:
     words = command_of(starter, [*LONG_KILLED_STARTERS, f"run_dir={tmp_path}/run"])
     with subprocess.Popen(
-        words, cwd=ROOT, env=environment(), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+        words,
+        cwd=ROOT,
+        env=environment(),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-    ) as process:  # fmt: skip
+    ) as process:
         ranks: list[int] = []
         try:
             wait_for(lambda: len(family_of(process.pid)) == 1 + 2, at_most_s=120)

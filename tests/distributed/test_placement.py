@@ -110,8 +110,9 @@ def test_a_script_gets_the_texts_of_one_rank_on_all_and_refuses_what_differs(cas
         assert found == texts
         assert found_log_probs == pytest.approx(log_probs, abs=1e-4)
         assert [sentence.partition(":")[0] for sentence in sentences] == [
-            "the ranks were given different arguments, and a call is the same on all of them", refused,
-        ]  # fmt: skip
+            "the ranks were given different arguments, and a call is the same on all of them",
+            refused,
+        ]
 
 
 # One family for the lean decoder, in all forms, and one for the library's modules.

@@ -36,10 +36,20 @@ def save_adapter(folder: Path, base: Path, *, layers: Sequence[str] = LAYERS, **
                 tensors[f"{key}.lora_{side}.weight"] = values.contiguous()
     save_file(tensors, folder / "adapter_model.safetensors")
     config = {
-        "peft_type": "LORA", "base_model_name_or_path": str(base), "r": RANK, "lora_alpha": ALPHA, "bias": "none",
-        "target_modules": list(layers), "fan_in_fan_out": False, "use_rslora": False, "use_dora": False,
-        "modules_to_save": None, "init_lora_weights": True, "rank_pattern": {}, "alpha_pattern": {},
-    }  # fmt: skip
+        "peft_type": "LORA",
+        "base_model_name_or_path": str(base),
+        "r": RANK,
+        "lora_alpha": ALPHA,
+        "bias": "none",
+        "target_modules": list(layers),
+        "fan_in_fan_out": False,
+        "use_rslora": False,
+        "use_dora": False,
+        "modules_to_save": None,
+        "init_lora_weights": True,
+        "rank_pattern": {},
+        "alpha_pattern": {},
+    }
     (folder / "adapter_config.json").write_text(json.dumps(config | changes))
 
 

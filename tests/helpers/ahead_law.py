@@ -75,13 +75,17 @@ def table_scores(target: TableModel) -> Score:
 
     def score(paths: Sequence[Path], num_ahead: int) -> Tensor:
         rubbish = torch.rand(target.vocab_size, generator=noise, dtype=torch.float64)
-        return torch.stack([
-            torch.stack([
-                at(target.logits, text + flight[:place]) if flight or not place else rubbish
-                for place in range(num_ahead + 1)
-            ])
-            for text, flight, _ in paths
-        ])  # fmt: skip
+        return torch.stack(
+            [
+                torch.stack(
+                    [
+                        at(target.logits, text + flight[:place]) if flight or not place else rubbish
+                        for place in range(num_ahead + 1)
+                    ]
+                )
+                for text, flight, _ in paths
+            ]
+        )
 
     return score
 
@@ -118,9 +122,13 @@ def decided(rule: Rule, score: Score, draft: TableModel, rounds: Rounds, decide:
         accept_BK, residual_BP = uniforms_BC.split([num_drafted, PER_DRAW], dim=1)
         unused_BP = torch.full_like(residual_BP, 0.5)
         verdict = decide(
-            rule, some(in_flight, rows_B), some(following, rows_B).first(), target_BKV[rows_B], ahead_B=ahead_B[rows_B],
+            rule,
+            some(in_flight, rows_B),
+            some(following, rows_B).first(),
+            target_BKV[rows_B],
+            ahead_B=ahead_B[rows_B],
             draws=Draws(unused_BP[:, None].expand(-1, num_drafted, -1), accept_BK, residual_BP, unused_BP[:, None]),
-        )  # fmt: skip
+        )
         goes_on_B1 = (verdict.node_B1 > ahead_B[rows_B, None]).long()
         return (((verdict.node_B1 - goes_on_B1) * vocab_size + verdict.next_ids_B1) * 2 + goes_on_B1)[:, 0]
 
@@ -134,9 +142,15 @@ def some(draft: Draft, rows_B: Tensor) -> Draft:
 
 
 def law_of_text(
-    rule: Rule, score: Score, draft: TableModel, *, num_drafted: int, wanted: int, decide: Decide = verify_ahead,
+    rule: Rule,
+    score: Score,
+    draft: TableModel,
+    *,
+    num_drafted: int,
+    wanted: int,
+    decide: Decide = verify_ahead,
     remembers: bool = False,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """The law (V^wanted) of the first tokens that overlapped rounds write.
 
     If it `remembers`, paths with other rounds before are others.

@@ -81,10 +81,13 @@ def make_decoder(  # noqa: PLR0913
     how = {"taps": taps, "tree": tree, "limit": limit, "has_masks": has_masks, "holders": holders}
     round_ = Round(target, *drafters, verifier=verifier, **how)
     return Decoder(
-        round_, executor=executor_of(round_, replay), batch_size=batch_size, eos_ids=eos_ids,
+        round_,
+        executor=executor_of(round_, replay),
+        batch_size=batch_size,
+        eos_ids=eos_ids,
         reuse=replace(Reuse.of([target, draft], Comm.single()), num_tapped=num_tapped),
         settings=RunSettings(seed=7, stop_request=stop_request or StopRequest()),
-    )  # fmt: skip
+    )
 
 
 def tree_of(shape: Tree | str | None) -> Tree | None:
@@ -92,7 +95,7 @@ def tree_of(shape: Tree | str | None) -> Tree | None:
     return Tree(tree_shape(shape), torch.device("cpu")) if isinstance(shape, str) else shape
 
 
-def parts_of(runner: Any = None, *, tree: Tree | str | None = None, **parts: Any) -> DrafterParts:  # noqa: ANN401
+def parts_of(runner: Any = None, *, tree: Tree | str | None = None, **parts: Any) -> DrafterParts:
     """What makes a drafter of three tokens, or of those of a tree, on a CPU."""
     known = {"config": DrafterConfig(), "device": torch.device("cpu"), "runner": runner}
     known |= {"rule": make_rule(SamplingConfig(), VerificationConfig()), "num_draft_tokens": 3}
@@ -119,10 +122,10 @@ class ScriptedLength(FixedLength):
         self.choices = tuple(choices)
         self._next, self._reads_late = cycle(choices), reads_late
 
-    def reads_at_once(self, source: int) -> bool:  # noqa: ARG002
+    def reads_at_once(self, source: int) -> bool:
         return not self._reads_late
 
-    def choose(self, num_skipped: Sequence[int]) -> DraftChoice:  # noqa: ARG002
+    def choose(self, num_skipped: Sequence[int]) -> DraftChoice:
         return next(self._next)
 
 

@@ -40,10 +40,17 @@ def settings(cell: Cell, run_dir: Path) -> list[str]:
     amounts = {"prefill": ("import os\n" * 200, 2), "loading": ("import os", 8), "decoding": ("def f(x):", 96)}
     prompt, max_new_tokens = amounts[cell.phase]
     return [
-        "task=generate", "task.format=jsonl", "device=cpu", f"run_dir={run_dir}", f"num_samples={NUM_SAMPLES}",
-        f"prompt={prompt}", f"max_new_tokens={max_new_tokens}", "ignore_eos=true",
-        f"timeouts.load_s={LIMIT_S if cell.phase == 'loading' else 60}", f"timeouts.decode_s={LIMIT_S}",
-    ]  # fmt: skip
+        "task=generate",
+        "task.format=jsonl",
+        "device=cpu",
+        f"run_dir={run_dir}",
+        f"num_samples={NUM_SAMPLES}",
+        f"prompt={prompt}",
+        f"max_new_tokens={max_new_tokens}",
+        "ignore_eos=true",
+        f"timeouts.load_s={LIMIT_S if cell.phase == 'loading' else 60}",
+        f"timeouts.decode_s={LIMIT_S}",
+    ]
 
 
 def lines(run_dir: Path) -> list[dict[str, Any]]:

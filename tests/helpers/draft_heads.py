@@ -21,8 +21,12 @@ if TYPE_CHECKING:
     from llama_ssp.extensions.heads.sources import HeadSource
 
 SIZES = {
-    "hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "intermediate_size": 320,
-}  # fmt: skip
+    "hidden_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "intermediate_size": 320,
+}
 SMALL_WIDTH = 64
 """Of `save_small_pair`."""
 
@@ -58,9 +62,11 @@ def make_tensors(*, vocab_size: int = 4096, num_drafted: int = 1024, seed: int =
 
 
 def save_original(folder: Path, tensors: Mapping[str, Tensor], **changed: Any) -> Path:
-    config = layer_config(tensors) | {
-        "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": tensors["lm_head.weight"].shape[0],
-    } | changed  # fmt: skip
+    config = (
+        layer_config(tensors)
+        | {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": tensors["lm_head.weight"].shape[0]}
+        | changed
+    )
     return _save(folder, tensors, config)
 
 
@@ -84,27 +90,36 @@ def inspect_pair(folder: Path) -> "tuple[Checkpoint, HeadSource]":
 
 def save_speculator(
     folder: Path, tensors: Mapping[str, Tensor], embedding: Tensor | None = None, **changed: Any
-) -> Path:  # fmt: skip
+) -> Path:
     """Save a head in the format of `speculators`, with its own embedding if that is given."""
     renamed = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
     if embedding is not None:
         renamed["embed_tokens.weight"] = embedding
     config = {
-        "architectures": ["Eagle3Speculator"], "auto_map": {"": "speculators.Eagle3SpeculatorConfig"},
-        "speculators_model_type": "eagle3", "transformer_layer_config": layer_config(tensors),
-        "draft_vocab_size": tensors["lm_head.weight"].shape[0], "norm_before_residual": False,
+        "architectures": ["Eagle3Speculator"],
+        "auto_map": {"": "speculators.Eagle3SpeculatorConfig"},
+        "speculators_model_type": "eagle3",
+        "transformer_layer_config": layer_config(tensors),
+        "draft_vocab_size": tensors["lm_head.weight"].shape[0],
+        "norm_before_residual": False,
         "target_hidden_size": None,
-    } | changed  # fmt: skip
+    } | changed
     return _save(folder, renamed, config)
 
 
 def layer_config(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     """The config of the one layer of a head, as a Llama's."""
     return SIZES | {
-        "model_type": "llama", "num_hidden_layers": 1, "hidden_act": "silu", "rms_norm_eps": 1e-5,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "max_position_embeddings": 2048,
-        "vocab_size": len(tensors["t2d"]), "tie_word_embeddings": False, "dtype": "float32",
-    }  # fmt: skip
+        "model_type": "llama",
+        "num_hidden_layers": 1,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "max_position_embeddings": 2048,
+        "vocab_size": len(tensors["t2d"]),
+        "tie_word_embeddings": False,
+        "dtype": "float32",
+    }
 
 
 def _save(folder: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> Path:
@@ -128,9 +143,14 @@ def turned(x_HLD: Tensor, *, first: int = 0) -> Tensor:
 
 
 def reference(
-    tensors: Mapping[str, Tensor], embedded_LE: Tensor, taps_LX: Tensor, *,
-    norm_before_residual: bool = False, norm_output: bool = False, skipped: range = range(0),
-) -> Tensor:  # fmt: skip
+    tensors: Mapping[str, Tensor],
+    embedded_LE: Tensor,
+    taps_LX: Tensor,
+    *,
+    norm_before_residual: bool = False,
+    norm_output: bool = False,
+    skipped: range = range(0),
+) -> Tensor:
     """Logits (V,) of the head after pairs of these embeddings, of which only the first have taps.
 
     The last pairs do not see the `skipped` ones.

@@ -127,9 +127,17 @@ def _borders_of_races(rule: Rule, target: TableModel, num_draft_tokens: int, pla
         is_other_L = one_L != other_L
         given_LTV[is_other_L, place, other_L[is_other_L]] = size * ratio_L[is_other_L]
         with patch.object(rules, "exponentials", lambda *_, **__: given_LTV):
-            draws = Draws(*(given_LTV.new_full((len(one_L), *shape), 0.5) for shape in
-                            ((num_draft_tokens, PER_DRAW), (num_draft_tokens,), (PER_DRAW,),
-                             (num_draft_tokens + 1, PER_DRAW))))  # fmt: skip
+            draws = Draws(
+                *(
+                    given_LTV.new_full((len(one_L), *shape), 0.5)
+                    for shape in (
+                        (num_draft_tokens, PER_DRAW),
+                        (num_draft_tokens,),
+                        (PER_DRAW,),
+                        (num_draft_tokens + 1, PER_DRAW),
+                    )
+                )
+            )
             verdict = rule.verify(Draft(ids_LK), rule.process(logits_LTV, context), draws=draws)
         token_L1 = torch.where(verdict.node_B1 > place, drafted_L1, verdict.next_ids_B1)
         return token_L1[:, 0].eq(one_L) & verdict.node_B1[:, 0].ge(place)
@@ -196,9 +204,13 @@ def round_verdicts(
     lengths = range(num_draft_tokens + 1)
     scored = [target.logits[length][:, codes_of(paths_NK[:, :length], vocab_size)] for length in lengths]
     verdict_law_GNTV = _verifying(
-        rule, prompt, paths_NK=paths_NK, draft_probs_GNTV=draft_probs_GNTV,
-        target_logits_GNTV=torch.stack(scored, dim=2), settings_GX=settings_GX,
-    )  # fmt: skip
+        rule,
+        prompt,
+        paths_NK=paths_NK,
+        draft_probs_GNTV=draft_probs_GNTV,
+        target_logits_GNTV=torch.stack(scored, dim=2),
+        settings_GX=settings_GX,
+    )
     return paths_NK, path_law_GN, verdict_law_GNTV
 
 

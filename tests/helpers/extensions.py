@@ -55,12 +55,12 @@ def copying(parts: "DrafterParts") -> "Drafter":
     return NgramDrafter(parts if isinstance(parts.config, type(own)) else replace(parts, config=own))
 
 
-def module_of(name: str) -> Any:  # noqa: ANN401 - a module
+def module_of(name: str) -> Any:
     """A module of an extension, such as `heads.sources`."""
     need(name.partition(".")[0])
     return import_module(f"llama_ssp.extensions.{name}")
 
 
-def of_heads(module: str) -> Any:  # noqa: ANN401 - a module
+def of_heads(module: str) -> Any:
     """A module of the extension of draft heads."""
     return module_of(f"heads.{module}")

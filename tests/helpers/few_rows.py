@@ -58,7 +58,9 @@ def _fp4(num_outputs: int, num_inputs: int, *, form: str) -> Operands:
 
 
 OPERANDS: dict[str, Callable[[int, int], Operands]] = {
-    "int8": _int8, "fp8": _fp8, **{f"int4, {group}": partial(_int4, group=group) for group in (128, 64, 32)},
+    "int8": _int8,
+    "fp8": _fp8,
+    **{f"int4, {group}": partial(_int4, group=group) for group in (128, 64, 32)},
     **{form: partial(_fp4, form=form) for form in ("mxfp4", "nvfp4")},
-}  # fmt: skip
+}
 """By form: makes operands of so many outputs and inputs."""

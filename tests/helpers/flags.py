@@ -23,13 +23,27 @@ APART = 1e-4
 NUM_POSITIONS, _FIRST = 14, 9
 _IDS_1T = torch.randint(2, VOCAB_SIZE, (1, NUM_POSITIONS), generator=torch.Generator().manual_seed(4))
 _FILLED: dict[str, Any] = {
-    "activation_sparsity_pattern": [0.95, 0.5, 0.0, 0.0], "attn_layer_indices": [0], "attn_logit_softcapping": 2.0,
-    "clip_qkv": 0.05, "final_logit_softcapping": 3.0, "full_attn_idxs": [0], "hidden_size_per_layer_input": 8,
-    "intermediate_size": [160, 96, 160, 160], "layer_rope_theta": [1e4, 1e2], "mlp_multipliers": [0.5, 2.0],
-    "mlp_only_layers": [1], "moe_latent_size": 24, "n_shared_experts": 2, "no_rope_layers": [0, 1],
-    "num_attention_heads_per_layer": [8, 4], "num_kv_shared_layers": 2, "q_lora_rank": 24, "sliding_window": WINDOW,
-    "ssm_multipliers": [0.5, 1.5, 2.0, 0.7, 1.2], "time_step_limit": [0.01, 0.5],
-}  # fmt: skip
+    "activation_sparsity_pattern": [0.95, 0.5, 0.0, 0.0],
+    "attn_layer_indices": [0],
+    "attn_logit_softcapping": 2.0,
+    "clip_qkv": 0.05,
+    "final_logit_softcapping": 3.0,
+    "full_attn_idxs": [0],
+    "hidden_size_per_layer_input": 8,
+    "intermediate_size": [160, 96, 160, 160],
+    "layer_rope_theta": [1e4, 1e2],
+    "mlp_multipliers": [0.5, 2.0],
+    "mlp_only_layers": [1],
+    "moe_latent_size": 24,
+    "n_shared_experts": 2,
+    "no_rope_layers": [0, 1],
+    "num_attention_heads_per_layer": [8, 4],
+    "num_kv_shared_layers": 2,
+    "q_lora_rank": 24,
+    "sliding_window": WINDOW,
+    "ssm_multipliers": [0.5, 1.5, 2.0, 0.7, 1.2],
+    "time_step_limit": [0.01, 0.5],
+}
 """Values for lists, and for fields that are empty, of which a graph depends."""
 _TURNED = ("layer_types", "mlp_layer_types")
 _OF_NO_GRAPH = {field.name for field in fields(PretrainedConfig)} | {"use_cache"}

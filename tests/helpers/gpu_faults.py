@@ -50,10 +50,19 @@ def arguments(cell: Cell, folder: Path) -> list[str]:
     prompts.write_text("".join("import os; " * (2 * number) + "\n" for number in range(1, _NUM_PROMPTS + 1)))
     overlap = ["placement=own_gpu", "speculation.overlap=true"] if cell.overlaps else []
     return [
-        "launch/run.py", *overlap, f"task={cell.task}", "device=cuda", f"cuda_graphs={str(cell.cuda_graphs).lower()}",
-        f"prompts={prompts}", "max_new_tokens=12", f"batch_size={cell.batch_size}", "ignore_eos=true",
-        f"timeouts.decode_s={DECODE_S}", f"run_dir={folder / 'run'}", f"placement.num_replicas={cell.num_replicas}",
-    ]  # fmt: skip
+        "launch/run.py",
+        *overlap,
+        f"task={cell.task}",
+        "device=cuda",
+        f"cuda_graphs={str(cell.cuda_graphs).lower()}",
+        f"prompts={prompts}",
+        "max_new_tokens=12",
+        f"batch_size={cell.batch_size}",
+        "ignore_eos=true",
+        f"timeouts.decode_s={DECODE_S}",
+        f"run_dir={folder / 'run'}",
+        f"placement.num_replicas={cell.num_replicas}",
+    ]
 
 
 def steps() -> list[dict[str, str]]:

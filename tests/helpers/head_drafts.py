@@ -56,10 +56,20 @@ def decode(
 
 
 def make_head_decoder(  # noqa: PLR0913
-    target: Runner, kind: Callable[[DrafterParts], Drafter], head: Any, layers: Sequence[int], *, width: int,  # noqa: ANN401
-    tree: Tree | str | None = None, seen: Seen | None = None, choices: Sequence[DraftChoice] = (),
-    reuses: bool = True, num_drafted: int = NUM_DRAFTED, draft: DrafterConfig | None = None, **how: Any,
-) -> Decoder:  # fmt: skip
+    target: Runner,
+    kind: Callable[[DrafterParts], Drafter],
+    head: Any,
+    layers: Sequence[int],
+    *,
+    width: int,
+    tree: Tree | str | None = None,
+    seen: Seen | None = None,
+    choices: Sequence[DraftChoice] = (),
+    reuses: bool = True,
+    num_drafted: int = NUM_DRAFTED,
+    draft: DrafterConfig | None = None,
+    **how: Any,
+) -> Decoder:
     """A decoder with a head and its drafter, which reads taps of these layers; `seen` takes its drafts by rounds.
 
     Taps are those that settings `draft` let it see, or all.
@@ -72,12 +82,12 @@ def make_head_decoder(  # noqa: PLR0913
         how |= {"num_tapped": num_seen and num_seen + most + 1}
     taps = make_taps(layers, width=width, dtype=torch.float32, device=torch.device("cpu"))
 
-    def make_drafter(rule: Any) -> Any:  # noqa: ANN401 - any rule
+    def make_drafter(rule: Any) -> Any:
         sizes: Any = {"num_draft_tokens": num_drafted, "tree": tree, "vocab_size": target.vocab_size}
         drafter: Any = kind(parts_of(head, taps=taps, rule=rule, **sizes))
         propose = drafter.propose
 
-        def watched(rows: Any, **named: Any) -> Any:  # noqa: ANN401
+        def watched(rows: Any, **named: Any) -> Any:
             texts = [ids[:length].tolist() for ids, length in zip(rows.tokens_BS, rows.lengths_B, strict=True)]
             draft = propose(rows, **named)
             seen.extend(zip(texts, draft.ids_BK.clone(), draft.drawn_law.clone(), strict=True))  # type: ignore[union-attr]
@@ -97,7 +107,7 @@ def make_head_decoder(  # noqa: PLR0913
     return decoder
 
 
-def chat(decoder: Decoder, head: Any, monkeypatch: pytest.MonkeyPatch, *, turns: Sequence[tuple[int, ...]]) -> int:  # noqa: ANN401
+def chat(decoder: Decoder, head: Any, monkeypatch: pytest.MonkeyPatch, *, turns: Sequence[tuple[int, ...]]) -> int:
     """Let one decoder answer these turns of a chat, each with what came before; the most pairs of a turn that are read.
 
     Counted are those beyond a later turn and the answer before it.
@@ -105,7 +115,7 @@ def chat(decoder: Decoder, head: Any, monkeypatch: pytest.MonkeyPatch, *, turns:
     text: tuple[int, ...] = ()
     extra, counted, extend = [0], [0], head.extend
 
-    def counting(ids_BT: Tensor, *tensors: Tensor, **how: Any) -> Any:  # noqa: ANN401
+    def counting(ids_BT: Tensor, *tensors: Tensor, **how: Any) -> Any:
         counted[0] += ids_BT.numel() * (how.get("cache_rows_B") is not None)  # as prompts are read
         return extend(ids_BT, *tensors, **how)
 
@@ -120,9 +130,13 @@ def chat(decoder: Decoder, head: Any, monkeypatch: pytest.MonkeyPatch, *, turns:
 
 
 def check_greedy(
-    target: Runner, prompts: Sequence[tuple[int, ...]], decode: Callable[..., list[RowCompletion]],
-    ways: Sequence[dict[str, Any]], *, num_new: int = 24,
-) -> int:  # fmt: skip
+    target: Runner,
+    prompts: Sequence[tuple[int, ...]],
+    decode: Callable[..., list[RowCompletion]],
+    ways: Sequence[dict[str, Any]],
+    *,
+    num_new: int = 24,
+) -> int:
     """Compare the greedy texts of ways to decode with those without a draft; returns the accepted tokens."""
     plain, number = ids_of(complete(make_decoder(target, None), requests_of(prompts, num_new))), 0
     for how in ways:
@@ -133,9 +147,14 @@ def check_greedy(
 
 
 def check(
-    seen: Seen, library: Any, layers: Sequence[int], tree: Tree | str | None,  # noqa: ANN401 - of transformers
-    logits_of: Callable[[list[int], Tensor, list[int]], Tensor], *, temperature: float = TEMPERATURE,
-) -> int:  # fmt: skip
+    seen: Seen,
+    library: Any,
+    layers: Sequence[int],
+    tree: Tree | str | None,
+    logits_of: Callable[[list[int], Tensor, list[int]], Tensor],
+    *,
+    temperature: float = TEMPERATURE,
+) -> int:
     """Compare all laws with the logits of a reference, from texts, taps and drafted tokens; returns how many."""
     number, tree = 0, tree_of(tree)
     for text, ids_K, law_TV in seen:

@@ -33,6 +33,11 @@ def llama_ssp(folder: Path, *words: str, cwd: Path) -> subprocess.CompletedProce
     code += "sys.argv[:] = sys.argv[2:]; runpy.run_path(sys.argv[0], run_name='__main__')"
     script = folder / "bin" / "llama-ssp"
     return subprocess.run(
-        [sys.executable, "-c", code, str(ROOT), str(script), *words], cwd=cwd,
-        env={**os.environ, "PYTHONPATH": str(folder)}, capture_output=True, text=True, timeout=240, check=False,
-    )  # fmt: skip
+        [sys.executable, "-c", code, str(ROOT), str(script), *words],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(folder)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )

@@ -46,22 +46,27 @@ def find_few_rows(*_case: object) -> ModuleType:
     return sys.modules[__name__]
 
 
-def tried_experts(joined: Any, *, num_experts: int, num_inputs: int) -> Any:  # noqa: ANN401 - experts that are joined
+def tried_experts(joined: Any, *, num_experts: int, num_inputs: int) -> Any:
     """The experts, after a first product."""
     joined(torch.ones(1, num_inputs), joined.choose(torch.zeros(1, 1, dtype=torch.int64), num_experts, value_bytes=4))
     return joined
 
 
-def choose(experts_MK: Tensor, num_experts: int, *, value_bytes: int) -> Pairs:  # noqa: ARG001 - as the kernel's
+def choose(experts_MK: Tensor, num_experts: int, *, value_bytes: int) -> Pairs:
     """The pairs."""
     _num_tokens.append(len(experts_MK))
     return Pairs(experts_MK, num_experts)
 
 
 def product_of_few_rows(
-    x_MI: Tensor, weight_OI: Tensor, scales: Tensor, *_others: Tensor, bias_O: Tensor | None = None,
-    residual_MO: Tensor | None = None, chosen: Pairs | None = None,
-) -> Tensor:  # fmt: skip
+    x_MI: Tensor,
+    weight_OI: Tensor,
+    scales: Tensor,
+    *_others: Tensor,
+    bias_O: Tensor | None = None,
+    residual_MO: Tensor | None = None,
+    chosen: Pairs | None = None,
+) -> Tensor:
     """The product of rows, or of chosen pairs."""
     numbers_OI = torch.zeros(len(weight_OI), x_MI.shape[1])
     if weight_OI.dtype is torch.int8:

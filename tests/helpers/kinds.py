@@ -29,9 +29,11 @@ def _other_tokenizer(sharpness: float, **options: object) -> Decoder:
 
     draft = PrefixRunner(NUM_OWN_IDS, seed=1, sharpness=sharpness)
     return make_decoder(
-        PrefixRunner(sharpness=sharpness), None,
-        make_drafter=lambda rule: intersection_drafter(draft, rule, num_draft_tokens=4), **options,  # type: ignore[arg-type]
-    )  # fmt: skip
+        PrefixRunner(sharpness=sharpness),
+        None,
+        make_drafter=lambda rule: intersection_drafter(draft, rule, num_draft_tokens=4),
+        **options,  # type: ignore[arg-type]
+    )
 
 
 KINDS: dict[str, Make] = {

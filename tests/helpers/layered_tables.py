@@ -94,9 +94,12 @@ class LayeredTables:
     def new_cache(self, *, num_slots: int, num_rows: int | None = None) -> StaticCache:
         """Another cache, of as many rows by default, full of rubbish."""
         cache = StaticCache(
-            num_layers=self.num_layers, batch_size=num_rows or self.cache.num_rows, capacity=num_slots, device=CPU,
+            num_layers=self.num_layers,
+            batch_size=num_rows or self.cache.num_rows,
+            capacity=num_slots,
+            device=CPU,
             kept=rows_of(OWN_DTYPE, torch.float64),
-        )  # fmt: skip
+        )
         self.make_buffers(cache, range(self.num_layers))
         for layer in cache.in_rows():
             layer.fill_(RUBBISH)
@@ -112,9 +115,16 @@ class LayeredTables:
         self.num_allocations += 1
 
     def forward(
-        self, ids_BT: Tensor, positions_BT: Tensor, *, bucket: int, tree: TreePlaces | None = None,
-        score_positions_BR: Tensor | None = None, cache_rows_B: Tensor | None = None, **_how: Any,
-    ) -> Tensor:  # fmt: skip
+        self,
+        ids_BT: Tensor,
+        positions_BT: Tensor,
+        *,
+        bucket: int,
+        tree: TreePlaces | None = None,
+        score_positions_BR: Tensor | None = None,
+        cache_rows_B: Tensor | None = None,
+        **_how: Any,
+    ) -> Tensor:
         """See `Runner.forward`; logits are in fp64."""
         slots_BT = tree.slots_BT if tree else positions_BT
         view = self.cache.view(slots_BT, bucket=bucket, cache_rows_B=cache_rows_B)
@@ -129,9 +139,7 @@ class LayeredTables:
             x_BTD = x_BTD.gather(1, score_positions_BR[..., None].expand(-1, -1, WIDTH))
         return x_BTD @ self.output_DV
 
-    def read(
-        self, ids: Sequence[int], positions: Sequence[int], before: Held | None = None
-    ) -> tuple[Tensor, Held]:  # fmt: skip
+    def read(self, ids: Sequence[int], positions: Sequence[int], before: Held | None = None) -> tuple[Tensor, Held]:
         """The definition: logits (T, V) of tokens that see one another's past and all of `before`, and keys of all."""
         x_TD, positions_T = self.embedding_VD[[*ids]], torch.tensor(positions)
         own_TT = torch.ones(len(ids), len(ids), dtype=torch.bool).tril()

@@ -59,12 +59,17 @@ def texts_of_ranks(
         nowhere = NullRunner(device=target.device, vocab_size=target.vocab_size, max_position_embeddings=512)
         tokenizer: Any = None
         models = Models(
-            target=target if rank in layout.target_ranks else nowhere, draft=draft, drafts=True,
+            target=target if rank in layout.target_ranks else nowhere,
+            draft=draft,
+            drafts=True,
             mesh=Mesh(world=comm, replica=comm, number=0, layout=layout, target=Comm.single(), draft=draft_comm),
-            tokenizer=tokenizer, eos_ids=(3,), context=512, prepared=prepared,
+            tokenizer=tokenizer,
+            eos_ids=(3,),
+            context=512,
+            prepared=prepared,
             vocabulary=vocabulary_of(config.draft),
             reuse=Reuse.of([target, draft], comm),
-        )  # fmt: skip
+        )
         return [done.token_ids for done in complete(build_decoder(models, config, speculative=speculative), requests)]
 
     return on_ranks(thread_comms(len(layout.ranks)), one_rank)

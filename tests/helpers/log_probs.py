@@ -47,9 +47,15 @@ def check(found: Sequence[TokenLogprob] | None, wanted_TV: Tensor, ids: Sequence
 
 
 def check_completion(
-    found: CompletionLogProbs | None, model: PreTrainedModel, prompt_ids: Sequence[int], new_ids: Sequence[int],
-    sampling: SamplingConfig, *, num_top: int, num_of_prompt: int | None = None,
-) -> None:  # fmt: skip
+    found: CompletionLogProbs | None,
+    model: PreTrainedModel,
+    prompt_ids: Sequence[int],
+    new_ids: Sequence[int],
+    sampling: SamplingConfig,
+    *,
+    num_top: int,
+    num_of_prompt: int | None = None,
+) -> None:
     assert found is not None
     ids, first = [*prompt_ids, *new_ids], len(prompt_ids)
     model_TV, drawn_TV = laws(model, ids, first, sampling)

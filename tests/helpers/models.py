@@ -33,10 +33,16 @@ from tests.helpers.fake_comm import ThreadComm, on_ranks
 
 VOCAB_SIZE = 200
 SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB_SIZE, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2,
-    "num_attention_heads": 8, "max_position_embeddings": 128, "pad_token_id": None, "bos_token_id": 0,
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "max_position_embeddings": 128,
+    "pad_token_id": None,
+    "bos_token_id": 0,
     "eos_token_id": 1,
-}  # fmt: skip
+}
 _NORM = re.compile(r"(norm|ln_\w+)\.weight$|router\.\w*scale$|layer_scalar$")
 WINDOW = 6
 _SLIDES = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}
@@ -44,35 +50,68 @@ _GROUPED = {"num_key_value_heads": 4, "head_dim": 16}
 _LAYER_TYPES = ["sliding_attention", "full_attention"]
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 _ROUTED = {
-    "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "n_group": 1, "topk_group": 1,
-    "first_k_dense_replace": 1, "n_shared_experts": 1,
-}  # fmt: skip
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "n_shared_experts": 1,
+}
 _LATENT = {
-    "num_key_value_heads": 8, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16,
-    "v_head_dim": 16, "head_dim": 8,
-}  # fmt: skip
+    "num_key_value_heads": 8,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "head_dim": 8,
+}
 _DELTA = {
-    "num_key_value_heads": 4, "head_dim": 16, "linear_num_key_heads": 4, "linear_num_value_heads": 8,
-    "linear_key_head_dim": 8, "linear_value_head_dim": 16, "layer_types": ["linear_attention", "full_attention"],
-}  # fmt: skip
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention"],
+}
 _KIMI = _LATENT | {
-    "q_lora_rank": None, "linear_num_heads": 4, "linear_head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2,
-    "moe_intermediate_size": 48, "layer_types": ["linear_attention", "full_attention"],
-}  # fmt: skip
+    "q_lora_rank": None,
+    "linear_num_heads": 4,
+    "linear_head_dim": 16,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "layer_types": ["linear_attention", "full_attention"],
+}
 _MAMBA = {
-    "num_key_value_heads": 4, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 12,
+    "num_key_value_heads": 4,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 12,
     "mamba_chunk_size": 8,
-}  # fmt: skip
+}
 _NEMOTRON = {
-    "num_key_value_heads": 4, "head_dim": 16, "mamba_num_heads": 4, "mamba_head_dim": 16, "n_groups": 2,
-    "ssm_state_size": 12, "chunk_size": 8, "num_hidden_layers": 3,
-}  # fmt: skip
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 16,
+    "n_groups": 2,
+    "ssm_state_size": 12,
+    "chunk_size": 8,
+    "num_hidden_layers": 3,
+}
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _GEMMA = {"num_key_value_heads": 4, "head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": WINDOW}
 _GEMMA4 = {
-    "num_key_value_heads": 4, "head_dim": 16, "global_head_dim": 32, "sliding_window": WINDOW,
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "sliding_window": WINDOW,
     "layer_types": _LAYER_TYPES,
-}  # fmt: skip
+}
 # Sizes beside SIZES: 8 heads over 4 key-value heads do not divide by 3 ranks, nor 160 MLP units into blocks of 64.
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"num_key_value_heads": 4},
@@ -87,13 +126,24 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma2": _GEMMA | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 4.0},
     "gemma3_text": _GEMMA | {"sliding_window_pattern": 2},
     "gpt_neo": {"window_size": WINDOW},
-    "gemma4_text": _GEMMA4 | {
-        "num_hidden_layers": 4, "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8,
-        "vocab_size_per_layer_input": VOCAB_SIZE, "use_double_wide_mlp": True, "final_logit_softcapping": 4.0,
+    "gemma4_text": _GEMMA4
+    | {
+        "num_hidden_layers": 4,
+        "num_kv_shared_layers": 2,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": VOCAB_SIZE,
+        "use_double_wide_mlp": True,
+        "final_logit_softcapping": 4.0,
     },
-    "gemma4_text, keys": _GEMMA4 | {
-        "hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "num_global_key_value_heads": 2,
-        "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 48,
+    "gemma4_text, keys": _GEMMA4
+    | {
+        "hidden_size_per_layer_input": 0,
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 2,
+        "enable_moe_block": True,
+        "num_experts": 4,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 48,
     },
     # `architectures.decoders`
     "seed_oss": _GROUPED,
@@ -103,17 +153,24 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "phi3, partial": {"num_key_value_heads": 4, "rope_parameters": _ROPE | {"partial_rotary_factor": 0.5}},
     "phi3, windows": {"num_key_value_heads": 4, "sliding_window": WINDOW},
     "phi3, longrope": {
-        "num_key_value_heads": 4, "original_max_position_embeddings": 64,
-        "rope_parameters": _ROPE | {
-            "rope_type": "longrope", "original_max_position_embeddings": 64,
-            "short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2.0, 3.0, 4.0, 5.0],
+        "num_key_value_heads": 4,
+        "original_max_position_embeddings": 64,
+        "rope_parameters": _ROPE
+        | {
+            "rope_type": "longrope",
+            "original_max_position_embeddings": 64,
+            "short_factor": [1.0, 1.1, 1.2, 1.3],
+            "long_factor": [2.0, 3.0, 4.0, 5.0],
         },
     },
     "llama, dynamic": {"num_key_value_heads": 4, "rope_parameters": _ROPE | {"rope_type": "dynamic", "factor": 2.0}},
     "olmo2, dynamic": {"num_key_value_heads": 4, "rope_parameters": _ROPE | {"rope_type": "dynamic", "factor": 2.0}},
     "ministral3": _GROUPED | {"sliding_window": WINDOW},
     "granite": {
-        "num_key_value_heads": 4, "attention_multiplier": 0.2, "residual_multiplier": 0.5, "embedding_multiplier": 3.0,
+        "num_key_value_heads": 4,
+        "attention_multiplier": 0.2,
+        "residual_multiplier": 0.5,
+        "embedding_multiplier": 3.0,
         "logits_scaling": 2.0,
     },
     "ernie4_5": _GROUPED,
@@ -142,8 +199,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "glm4_moe": _GROUPED | _ROUTED,
     "dots1": _GROUPED | _ROUTED,
     # without records
-    "gpt_oss": _GROUPED | {
-        "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": WINDOW, "layer_types": _LAYER_TYPES,
+    "gpt_oss": _GROUPED
+    | {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": WINDOW,
+        "layer_types": _LAYER_TYPES,
     },
     "deepseek_v2": _ROUTED | _LATENT,
     "deepseek_v3": _ROUTED | _LATENT,
@@ -160,21 +221,32 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "lfm2": _GROUPED | {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": _GROUPED | _EXPERTS | {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "bamba": _MAMBA | {"attn_layer_indices": [1]},
-    "granitemoehybrid": _MAMBA | {
-        "layer_types": ["mamba", "attention"], "num_local_experts": 4, "num_experts_per_tok": 2,
-        "shared_intermediate_size": 64, "position_embedding_type": "rope",
+    "granitemoehybrid": _MAMBA
+    | {
+        "layer_types": ["mamba", "attention"],
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "shared_intermediate_size": 64,
+        "position_embedding_type": "rope",
     },
-    "granitemoehybrid, dense": _MAMBA | {
-        "layer_types": ["mamba", "attention"], "num_local_experts": 0, "shared_intermediate_size": 64,
+    "granitemoehybrid, dense": _MAMBA
+    | {
+        "layer_types": ["mamba", "attention"],
+        "num_local_experts": 0,
+        "shared_intermediate_size": 64,
     },
     "falcon_h1": _MAMBA | {"head_dim": 8, "mamba_d_ssm": 128, "mamba_rms_norm": True, "ssm_in_multiplier": 1.5},
     "falcon_h1, plain": _MAMBA | {"head_dim": 8, "mamba_d_ssm": 128},
     "nemotron_h": _NEMOTRON | {"layer_types": ["linear_attention", "full_attention", "mlp", "linear_attention"]},
-    "nemotron_h, experts": _NEMOTRON | {
-        "layer_types": ["linear_attention", "full_attention", "moe"], "n_routed_experts": 4, "num_experts_per_tok": 2,
-        "moe_intermediate_size": 48, "moe_shared_expert_intermediate_size": 48,
+    "nemotron_h, experts": _NEMOTRON
+    | {
+        "layer_types": ["linear_attention", "full_attention", "moe"],
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "moe_shared_expert_intermediate_size": 48,
     },
-}  # fmt: skip
+}
 
 
 def tiny_config(family: str, **changes: object) -> PretrainedConfig:
@@ -240,9 +312,14 @@ def library_logits(model: PreTrainedModel, ids_T: Tensor) -> Tensor:
 
 
 def load_lean(
-    model: PreTrainedModel | WeightSource | Path, *, comm: Comm | None = None, dtype: torch.dtype | None = None,
-    device: torch.device | None = None, precision: Precision = UNQUANTIZED, **options: Any,
-) -> LeanRunner:  # fmt: skip
+    model: PreTrainedModel | WeightSource | Path,
+    *,
+    comm: Comm | None = None,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+    precision: Precision = UNQUANTIZED,
+    **options: Any,
+) -> LeanRunner:
     """The lean decoder of a model in memory, of any weight source, or of a folder, with options of its own."""
     origin: WeightSource = inspect(model) if isinstance(model, Path) else model  # type: ignore[assignment]
     if isinstance(model, PreTrainedModel):
@@ -258,7 +335,7 @@ def load_modules(loading: Loading) -> PreTrainedModel:
     return model
 
 
-def module_runner(model: PreTrainedModel, *, comm: Comm | None = None, **how: Any) -> Any:  # noqa: ANN401 - of an extension
+def module_runner(model: PreTrainedModel, *, comm: Comm | None = None, **how: Any) -> Any:
     """The runner of a model of the library, by default on one rank."""
     return extensions.module_of("modules.runner").ModuleRunner(model, comm=comm or Comm.single(), **how)
 

@@ -25,31 +25,44 @@ _ERNIE = (*(f"model.mtp_{part}.{{m}}" for part in _ERNIE_PARTS), "")
 _GROUPED: dict[str, Any] = {"num_key_value_heads": 4, "head_dim": 16, "moe_intermediate_size": 48}
 _OTHER_SIZES: dict[str, dict[str, Any]] = {
     "glm4_moe_lite": {name: size for name, size in FAMILIES["deepseek_v3"].items() if "dense" not in name},
-    "exaone_moe": _GROUPED | {
-        "num_experts": 4, "num_experts_per_tok": 2, "sliding_window": WINDOW,
+    "exaone_moe": _GROUPED
+    | {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": WINDOW,
         "layer_types": ["sliding_attention", "full_attention"],
     },
     "ernie4_5_moe": _GROUPED | {"moe_num_experts": 4, "moe_k": 2, "moe_num_shared_experts": 1},
-    "mimo_v2_flash": _GROUPED | {
-        "num_key_value_heads": 2, "v_head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 2,
-        "layer_types": ["full_attention", "sliding_attention"], "sliding_window": WINDOW,
+    "mimo_v2_flash": _GROUPED
+    | {
+        "num_key_value_heads": 2,
+        "v_head_dim": 8,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "layer_types": ["full_attention", "sliding_attention"],
+        "sliding_window": WINDOW,
     },
-}  # fmt: skip
+}
 _SAID = {
     **dict.fromkeys(("deepseek_v3", "glm4_moe_lite", "exaone_moe", "ernie4_5_moe"), "num_nextn_predict_layers"),
     "qwen3_5_text": "mtp_num_hidden_layers",
-}  # fmt: skip
+}
 MTP_LAYOUTS = {
-    "qwen2": _MIMO, "deepseek_v3": _DEEPSEEK, "glm4_moe": _DEEPSEEK, "glm4_moe_lite": _DEEPSEEK, "qwen3_next": _QWEN,
-    "qwen3_5_text": _QWEN, "qwen3_5_moe_text": _QWEN, "exaone_moe": _QWEN, "ernie4_5_moe": _ERNIE,
+    "qwen2": _MIMO,
+    "deepseek_v3": _DEEPSEEK,
+    "glm4_moe": _DEEPSEEK,
+    "glm4_moe_lite": _DEEPSEEK,
+    "qwen3_next": _QWEN,
+    "qwen3_5_text": _QWEN,
+    "qwen3_5_moe_text": _QWEN,
+    "exaone_moe": _QWEN,
+    "ernie4_5_moe": _ERNIE,
     "mimo_v2_flash": _MIMO_V2,
-}  # fmt: skip
+}
 _DENSE = {"exaone_moe", "ernie4_5_moe", "mimo_v2_flash"}
 UNCHAINED = "mimo_v2_flash"
 _OF_MIMO = {"model_type": "mimo", "auto_map": {"AutoConfig": "mimo.MiMoConfig"}}
-_STORED_PARTS = {
-    UNCHAINED: {"post_attention_layernorm": "pre_mlp_layernorm", "sinks": "attention_sink_bias"},
-}  # fmt: skip
+_STORED_PARTS = {UNCHAINED: {"post_attention_layernorm": "pre_mlp_layernorm", "sinks": "attention_sink_bias"}}
 Reference = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -105,7 +118,7 @@ def save_with_mtp(folder: Path, family: str, *, num_modules: int = 1, **changes:
     return model, torch.no_grad()(reference)
 
 
-def _module(one: Any, norms: list[Tensor], product: Tensor) -> Reference:  # noqa: ANN401 - of transformers
+def _module(one: Any, norms: list[Tensor], product: Tensor) -> Reference:
     """Maps embeddings and hidden states (L, E) of pairs to the module's normed output."""
     decoder = one.get_decoder()
     of_pairs = [type(decoder.norm)(len(product), eps=one.config.rms_norm_eps) for _ in norms]
@@ -119,7 +132,7 @@ def _module(one: Any, norms: list[Tensor], product: Tensor) -> Reference:  # noq
     return read
 
 
-def _one_layer(model: Any, family: str, changes: dict[str, Any], *, seed: int) -> Any:  # noqa: ANN401 - of transformers
+def _one_layer(model: Any, family: str, changes: dict[str, Any], *, seed: int) -> Any:
     """A model whose one layer has the kind of an MTP layer, with other weights than the target's layers."""
     attention = "sliding_attention" if family == UNCHAINED else "full_attention"
     kinds = {"layer_types": [attention], "mlp_layer_types": ["dense" if family in _DENSE else "sparse"]}
@@ -137,11 +150,11 @@ def _one_layer(model: Any, family: str, changes: dict[str, Any], *, seed: int) -
 class WithStates:
     """A model of the library, whose hidden states end with the last one before its final norm."""
 
-    def __init__(self, model: Any) -> None:  # noqa: ANN401 - of transformers
+    def __init__(self, model: Any) -> None:
         self._model, self._kept = model, list[Tensor]()
         model.get_decoder().norm.register_forward_pre_hook(lambda _norm, args: self._kept.append(args[0]))
 
-    def __call__(self, ids: Tensor, **how: Any) -> Any:  # noqa: ANN401 - of transformers
+    def __call__(self, ids: Tensor, **how: Any) -> Any:
         """Read texts; see `output_hidden_states`."""
         self._kept.clear()
         found = self._model(ids, **how)

@@ -25,45 +25,118 @@ if TYPE_CHECKING:
 WIDTH, HEADS, KEYS, DIM, UNITS, VOCABULARY, DRAFTED, MASK, RANK = 64, 4, 2, 16, 96, 224, 112, 220, 16
 LAYERS, FOUR_LAYERS = (1, 2, 4), (1, 2, 3, 4)
 _LAYER = {
-    "hidden_size": WIDTH, "num_attention_heads": HEADS, "num_key_value_heads": KEYS, "head_dim": DIM,
-    "intermediate_size": UNITS, "num_hidden_layers": 2, "hidden_act": "silu", "rms_norm_eps": 1e-5,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "max_position_embeddings": 2048,
-    "vocab_size": VOCABULARY, "tie_word_embeddings": False, "dtype": "float32", "attention_bias": False,
-}  # fmt: skip
-_SPARK = {"architectures": ["Qwen3DSparkModel"], "block_size": 4, "mask_token_id": MASK, "markov_rank": RANK,
-          "target_layer_ids": [layer - 1 for layer in FOUR_LAYERS], "enable_confidence_head": True,
-          "confidence_head_with_markov": True}  # fmt: skip
+    "hidden_size": WIDTH,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KEYS,
+    "head_dim": DIM,
+    "intermediate_size": UNITS,
+    "num_hidden_layers": 2,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    "max_position_embeddings": 2048,
+    "vocab_size": VOCABULARY,
+    "tie_word_embeddings": False,
+    "dtype": "float32",
+    "attention_bias": False,
+}
+_SPARK = {
+    "architectures": ["Qwen3DSparkModel"],
+    "block_size": 4,
+    "mask_token_id": MASK,
+    "markov_rank": RANK,
+    "target_layer_ids": [layer - 1 for layer in FOUR_LAYERS],
+    "enable_confidence_head": True,
+    "confidence_head_with_markov": True,
+}
 _SPECULATOR = {"transformer_layer_config": _LAYER | {"model_type": "llama"}, "draft_vocab_size": DRAFTED}
 CONFIGS: dict[str, dict[str, Any]] = {
-    "peagle": {**_SPECULATOR, "speculators_model_type": "peagle", "mask_token_id": MASK, "fc_norm": True,
-               "eagle_aux_hidden_state_layer_ids": [*FOUR_LAYERS], "norm_before_residual": True},
-    "peagle of the authors": {**_LAYER, "model_type": "llama", "architectures": ["LlamaForCausalLMEagle3"],
-                              "draft_vocab_size": DRAFTED, "ptd_token_id": MASK,
-                              "eagle_aux_hidden_state_layer_ids": [*LAYERS]},
-    "dflash": {**_SPECULATOR, "speculators_model_type": "dflash", "mask_token_id": MASK, "block_size": 5,
-               "aux_hidden_state_layer_ids": [*LAYERS]},
-    "dflash of its authors": {**_LAYER, "model_type": "qwen3", "architectures": ["DFlashDraftModel"], "block_size": 5,
-                              "dflash_config": {"mask_token_id": MASK, "target_layer_ids": [0, 1, 3]}},
-    "dspark": {**_SPECULATOR, "speculators_model_type": "dspark", "mask_token_id": MASK, "block_size": 4,
-               "aux_hidden_state_layer_ids": [*LAYERS], "markov_rank": RANK, "markov_head_type": "gated"},
-    "dflash of DeepSpec": {**_LAYER, **_SPARK, "model_type": "qwen3", "markov_rank": 0,
-                           "confidence_head_with_markov": False},
+    "peagle": {
+        **_SPECULATOR,
+        "speculators_model_type": "peagle",
+        "mask_token_id": MASK,
+        "fc_norm": True,
+        "eagle_aux_hidden_state_layer_ids": [*FOUR_LAYERS],
+        "norm_before_residual": True,
+    },
+    "peagle of the authors": {
+        **_LAYER,
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "draft_vocab_size": DRAFTED,
+        "ptd_token_id": MASK,
+        "eagle_aux_hidden_state_layer_ids": [*LAYERS],
+    },
+    "dflash": {
+        **_SPECULATOR,
+        "speculators_model_type": "dflash",
+        "mask_token_id": MASK,
+        "block_size": 5,
+        "aux_hidden_state_layer_ids": [*LAYERS],
+    },
+    "dflash of its authors": {
+        **_LAYER,
+        "model_type": "qwen3",
+        "architectures": ["DFlashDraftModel"],
+        "block_size": 5,
+        "dflash_config": {"mask_token_id": MASK, "target_layer_ids": [0, 1, 3]},
+    },
+    "dspark": {
+        **_SPECULATOR,
+        "speculators_model_type": "dspark",
+        "mask_token_id": MASK,
+        "block_size": 4,
+        "aux_hidden_state_layer_ids": [*LAYERS],
+        "markov_rank": RANK,
+        "markov_head_type": "gated",
+    },
+    "dflash of DeepSpec": {
+        **_LAYER,
+        **_SPARK,
+        "model_type": "qwen3",
+        "markov_rank": 0,
+        "confidence_head_with_markov": False,
+    },
     "dspark of DeepSpec": {**_LAYER, **_SPARK, "model_type": "qwen3", "markov_head_type": "vanilla"},
     "dspark of SpecForge": {
-        **_LAYER, "model_type": "qwen3", "architectures": ["DSparkDraftModel"], "block_size": 4,
-        "layer_types": ["full_attention", "full_attention"], "sliding_window": None, "use_sliding_window": False,
-        "dflash_config": {"mask_token_id": MASK, "target_layer_ids": [0, 1, 3], "projector_type": "dspark",
-                          "markov_rank": RANK, "markov_head_type": "vanilla", "confidence_head_alpha": 1.0,
-                          "enable_confidence_head": True, "confidence_head_with_markov": True},
+        **_LAYER,
+        "model_type": "qwen3",
+        "architectures": ["DSparkDraftModel"],
+        "block_size": 4,
+        "layer_types": ["full_attention", "full_attention"],
+        "sliding_window": None,
+        "use_sliding_window": False,
+        "dflash_config": {
+            "mask_token_id": MASK,
+            "target_layer_ids": [0, 1, 3],
+            "projector_type": "dspark",
+            "markov_rank": RANK,
+            "markov_head_type": "vanilla",
+            "confidence_head_alpha": 1.0,
+            "enable_confidence_head": True,
+            "confidence_head_with_markov": True,
+        },
     },
     "dflash 2 of its authors": {
-        **_LAYER, "model_type": "qwen3", "architectures": ["DFlash2DraftModel"], "block_size": 5, "is_causal": False,
-        "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 3, "use_sliding_window": True,
-        "dflash_config": {"mask_token_id": MASK, "target_layer_ids": [0, 1, 3], "selector_rank": RANK,
-                          "selector_top_k": 40, "conv_kernel_size": 2, "conv_group_size": 16},
+        **_LAYER,
+        "model_type": "qwen3",
+        "architectures": ["DFlash2DraftModel"],
+        "block_size": 5,
+        "is_causal": False,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": 3,
+        "use_sliding_window": True,
+        "dflash_config": {
+            "mask_token_id": MASK,
+            "target_layer_ids": [0, 1, 3],
+            "selector_rank": RANK,
+            "selector_top_k": 40,
+            "conv_kernel_size": 2,
+            "conv_group_size": 16,
+        },
     },
     "recurrent dspark": {**_LAYER, **_SPARK, "model_type": "qwen3", "markov_head_type": "rnn"},
-}  # fmt: skip
+}
 """By layout, the config.json of a head."""
 SHARING, SELECTING, FORGED = "dflash of its authors", "dflash 2 of its authors", "dspark of SpecForge"
 """Layouts that have neither embedding nor output."""
@@ -96,13 +169,20 @@ def _shapes(layout: str) -> dict[str, tuple[int, ...]]:
     for number in range(2):
         columns = WIDTH * (1 if is_block or number else 2)
         norms = ["input_layernorm", "post_attention_layernorm", *(["hidden_norm"] if columns > WIDTH else [])]
-        found |= {f"layers.{number}.{name}.weight": shape for name, shape in {
-            "self_attn.q_proj": (HEADS * DIM, columns), "self_attn.k_proj": (KEYS * DIM, columns),
-            "self_attn.v_proj": (KEYS * DIM, columns), "self_attn.o_proj": (WIDTH, HEADS * DIM),
-            "mlp.gate_proj": (UNITS, WIDTH), "mlp.up_proj": (UNITS, WIDTH), "mlp.down_proj": (WIDTH, UNITS),
-            **dict.fromkeys(norms, (WIDTH,)),
-            **dict.fromkeys(("self_attn.q_norm", "self_attn.k_norm") if is_block else (), (DIM,)),
-        }.items()}  # fmt: skip
+        found |= {
+            f"layers.{number}.{name}.weight": shape
+            for name, shape in {
+                "self_attn.q_proj": (HEADS * DIM, columns),
+                "self_attn.k_proj": (KEYS * DIM, columns),
+                "self_attn.v_proj": (KEYS * DIM, columns),
+                "self_attn.o_proj": (WIDTH, HEADS * DIM),
+                "mlp.gate_proj": (UNITS, WIDTH),
+                "mlp.up_proj": (UNITS, WIDTH),
+                "mlp.down_proj": (WIDTH, UNITS),
+                **dict.fromkeys(norms, (WIDTH,)),
+                **dict.fromkeys(("self_attn.q_norm", "self_attn.k_norm") if is_block else (), (DIM,)),
+            }.items()
+        }
     found |= {"hidden_norm.weight": (WIDTH,)} if is_block else {"mask_hidden": (1, 1, num_taps * WIDTH)}
     if config.get("fc_norm"):
         found |= {f"fc_norm.{tap}.weight": (WIDTH,) for tap in range(num_taps)}
@@ -146,10 +226,11 @@ def save_head(folder: Path, layout: str, tensors: Mapping[str, Tensor] | None = 
 
 def save_pair(
     folder: Path, layout: str, *, likely: int = VOCABULARY, **changed: Any
-) -> "tuple[Checkpoint, HeadSource]":  # fmt: skip
+) -> "tuple[Checkpoint, HeadSource]":
     """Save a target of six layers, and a head for it; both mostly choose the first `likely` tokens."""
-    models.build_checkpoint(folder / "target", "llama", hidden_size=WIDTH, head_dim=DIM, vocab_size=VOCABULARY,
-                            num_hidden_layers=6)  # fmt: skip
+    models.build_checkpoint(
+        folder / "target", "llama", hidden_size=WIDTH, head_dim=DIM, vocab_size=VOCABULARY, num_hidden_layers=6
+    )
     files = save_head(folder / "head", layout, **changed), folder / "target"
     for file in [path / "model.safetensors" for path in files] if likely < VOCABULARY else ():
         tensors = load_file(file)
@@ -160,17 +241,27 @@ def save_pair(
 
 
 def reference(  # noqa: PLR0913
-    layout: str, tensors: Mapping[str, Tensor], text: Sequence[int], taps_CX: Tensor, drafted: Sequence[int], *,
-    num_drafted: int, table_VE: Tensor, output_VE: Tensor, skipped: range = range(0), of_confidence: bool = False,
-) -> Tensor:  # fmt: skip
+    layout: str,
+    tensors: Mapping[str, Tensor],
+    text: Sequence[int],
+    taps_CX: Tensor,
+    drafted: Sequence[int],
+    *,
+    num_drafted: int,
+    table_VE: Tensor,
+    output_VE: Tensor,
+    skipped: range = range(0),
+    of_confidence: bool = False,
+) -> Tensor:
     """Logits (V,) of the token behind a text and some drafted ones, of a pass that drafts so many.
 
     With `of_confidence` the logit (1,) of its acceptance in their place.
     `table_VE` and `output_VE` are those of the target. A block does not see the `skipped` positions.
     """
     config, found = CONFIGS[layout], {name: tensor.double() for name, tensor in tensors.items()}
-    table_VE, output_DE = (found.get(name, of.double()) for name, of in
-                           (("embed_tokens.weight", table_VE), ("lm_head.weight", output_VE)))  # fmt: skip
+    table_VE, output_DE = (
+        found.get(name, of.double()) for name, of in (("embed_tokens.weight", table_VE), ("lm_head.weight", output_VE))
+    )
     at_anchor, depth = "dspark" in layout or "DeepSpec" in layout, len(drafted)
     if "peagle" in layout:
         mask_X = found["mask_hidden"].flatten()
@@ -246,8 +337,9 @@ def _block(found: Mapping[str, Tensor], x_NE: Tensor, context_CE: Tensor, layout
             convolve = {
                 part: partial(_convolved, found, f"layers.{number}.{part}_conv") for part in ("attention", "mlp")
             }
-        x_NE = _layer(found, f"layers.{number}", x_NE, inputs_NE, torch.cat([context_CE, inputs_NE]), sees_NT=sees_NT,
-                      **convolve)  # fmt: skip
+        x_NE = _layer(
+            found, f"layers.{number}", x_NE, inputs_NE, torch.cat([context_CE, inputs_NE]), sees_NT=sees_NT, **convolve
+        )
     return x_NE
 
 
@@ -267,9 +359,16 @@ def _convolved(found: Mapping[str, Tensor], place: str, inputs_NE: Tensor) -> Ca
 
 
 def _layer(
-    found: Mapping[str, Tensor], place: str, x_NE: Tensor, inputs_NE: Tensor, read_TE: Tensor, *,
-    sees_NT: Tensor, attention: _Convolve | None = None, mlp: _Convolve | None = None,
-) -> Tensor:  # fmt: skip
+    found: Mapping[str, Tensor],
+    place: str,
+    x_NE: Tensor,
+    inputs_NE: Tensor,
+    read_TE: Tensor,
+    *,
+    sees_NT: Tensor,
+    attention: _Convolve | None = None,
+    mlp: _Convolve | None = None,
+) -> Tensor:
     """Add attention of the last N of T positions, and the MLP; both between convolutions of some layouts."""
     if attention:
         convolve = attention(inputs_NE)

@@ -16,7 +16,7 @@ class OperatorCount(TorchDispatchMode):
         self.counts: Counter[str] = Counter()
         self.num_kernels = 0
 
-    def __torch_dispatch__(self, func: Any, _types: object, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
+    def __torch_dispatch__(self, func: Any, _types: object, args: Any = (), kwargs: Any = None) -> Any:
         self.counts[str(func)] += 1
         self.num_kernels += not func.is_view
         return func(*args, **(kwargs or {}))
@@ -33,7 +33,7 @@ class OperatorSizes(OperatorCount):
         """The sizes of results of the operators with a word in their names."""
         return [size for name, size in self._sizes if word in name]
 
-    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
+    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         made = super().__torch_dispatch__(func, types, args, kwargs)
         sizes = [each.numel() for each in tree_leaves(made) if isinstance(each, Tensor)]
         self._sizes.append((str(func), sizes[0] if sizes else 0))
@@ -45,7 +45,7 @@ class LargestTensor(TorchDispatchMode):
 
     num_bytes = 0
 
-    def __torch_dispatch__(self, func: Any, _types: object, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
+    def __torch_dispatch__(self, func: Any, _types: object, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
         sizes = [] if func.is_view else [each.nbytes for each in tree_leaves(made) if isinstance(each, Tensor)]
         self.num_bytes = max(self.num_bytes, *sizes, 0)

@@ -57,18 +57,24 @@ def overlapped_decoder(  # noqa: PLR0913
     samples = sampling.temperature > 0 and rule_name != "coupled"
     receiver = ProbsReceiver(VERIFY_RANK, target.vocab_size, truncates=sampling.truncates, num_left=num_left)
     drafter = AheadDrafter(
-        ModelDrafter(parts) if has_draft else None, parts, comm=comm, src=num_target_ranks if is_apart else 0,
+        ModelDrafter(parts) if has_draft else None,
+        parts,
+        comm=comm,
+        src=num_target_ranks if is_apart else 0,
         receiver=receiver if is_apart and samples else None,
-    )  # fmt: skip
+    )
     if not has_target:
         target = NullRunner(device=target.device, vocab_size=target.vocab_size, max_position_embeddings=512)
     verifier = Verifier(rule, comm=comm, verify_rank=VERIFY_RANK, device=target.device)
     round_ = OverlappedRound(target, drafter, verifier=verifier, limit=limit)
     return Decoder(
-        round_, executor=executor_of(round_, replay), batch_size=batch_size, eos_ids=eos_ids,
+        round_,
+        executor=executor_of(round_, replay),
+        batch_size=batch_size,
+        eos_ids=eos_ids,
         reuse=Reuse.of([target, draft], Comm.single()),
         settings=RunSettings(seed=7, stop_request=stop_request or StopRequest()),
-    )  # fmt: skip
+    )
 
 
 def complete_on_ranks(

@@ -16,16 +16,31 @@ from torch import Tensor
 from tests.helpers.edits import edit_config
 
 _GROUPS = {
-    "compressed-tensors": 128, "compressed-tensors, asymmetric": 64, "compressed-tensors, whole rows": -1,
-    "gptq": 128, "gptq, asymmetric": 32, "gptq_v2": 96, "awq": 128, "awq, small": 64, "gptq, sorted": 128,
-    "compressed-tensors, sorted": 64, "auto-round": 128,
-}  # fmt: skip
+    "compressed-tensors": 128,
+    "compressed-tensors, asymmetric": 64,
+    "compressed-tensors, whole rows": -1,
+    "gptq": 128,
+    "gptq, asymmetric": 32,
+    "gptq_v2": 96,
+    "awq": 128,
+    "awq, small": 64,
+    "gptq, sorted": 128,
+    "compressed-tensors, sorted": 64,
+    "auto-round": 128,
+}
 """Layouts of int4, with the inputs that share a scale."""
 _BLOCKS: dict[str, tuple[int | None, int | None]] = {
-    "int8": (1, None), "int8, packed": (1, None), "int8, one scale": (None, None), "fp8": (128, 128),
-    "fp8, one scale": (None, None), "fbgemm_fp8": (1, None), "float": (1, None), "float, blocks": (128, 128),
-    "float, one scale": (None, None), "int8 of bitsandbytes": (1, None),
-}  # fmt: skip
+    "int8": (1, None),
+    "int8, packed": (1, None),
+    "int8, one scale": (None, None),
+    "fp8": (128, 128),
+    "fp8, one scale": (None, None),
+    "fbgemm_fp8": (1, None),
+    "float": (1, None),
+    "float, blocks": (128, 128),
+    "float, one scale": (None, None),
+    "int8 of bitsandbytes": (1, None),
+}
 """Layouts of bytes, with the outputs and inputs that share a scale, None for all."""
 _GPTQ_BYTES = {"gptq, bytes": 128, "gptq, bytes of rows": -1, "gptq_v2, bytes": 64}
 """Layouts of GPTQ in 8 bits, with the inputs that share a scale."""
@@ -38,11 +53,24 @@ LAYOUTS = (*_GROUPS, *_BLOCKS, *_GPTQ_BYTES, *_FLOATS, *_FP4)
 FP4 = torch.tensor([sign * number / 12 for sign in (1, -1) for number in (0, 0.0625, 8, 12, 4, 6, 2, 3)])
 NF4 = torch.tensor(
     [
-        -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
-        -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
-        0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+        -1.0,
+        -0.6961928009986877,
+        -0.5250730514526367,
+        -0.39491748809814453,
+        -0.28444138169288635,
+        -0.18477343022823334,
+        -0.09105003625154495,
+        0.0,
+        0.07958029955625534,
+        0.16093020141124725,
+        0.24611230194568634,
+        0.33791524171829224,
+        0.44070982933044434,
+        0.5626170039176941,
+        0.7229568362236023,
+        1.0,
     ]
-)  # fmt: skip
+)
 _LINEAR = re.compile(r"(layers|mtp_block)\.\d+\..*(proj(_with_mqa)?|query_key_value|dense\w*)\.weight$")
 MXFP4 = "mxfp4"
 """A layout of experts alone."""
@@ -72,8 +100,12 @@ def pack_checkpoint(origin: Path, packed: Path, dequantized: Path, layout: str) 
             packed_tensors[name] = numbers[name] = tensor
             continue
         makers: dict[Any, Any] = {
-            _in_bytes: _BLOCKS, _in_bytes_of_gptq: _GPTQ_BYTES, _in_floats: _FLOATS, _in_fp4: _FP4, _in_4_bits: _GROUPS
-        }  # fmt: skip
+            _in_bytes: _BLOCKS,
+            _in_bytes_of_gptq: _GPTQ_BYTES,
+            _in_floats: _FLOATS,
+            _in_fp4: _FP4,
+            _in_4_bits: _GROUPS,
+        }
         make = next(make for make, layouts in makers.items() if layout in layouts)
         numbers[name], parts = make(tensor.float(), layout)
         module = name.removesuffix(".weight")
@@ -89,37 +121,59 @@ def quantization_config(layout: str) -> dict[str, Any]:
         return _config_of_bytes(layout)
     if layout in _FLOATS:
         return {
-            "quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": False, "_load_in_4bit": True,
-            "bnb_4bit_quant_type": layout[:3], "bnb_4bit_use_double_quant": layout != "nf4",
-            "bnb_4bit_compute_dtype": "bfloat16", "bnb_4bit_quant_storage": "uint8", "llm_int8_skip_modules": None,
-        }  # fmt: skip
+            "quant_method": "bitsandbytes",
+            "load_in_4bit": True,
+            "load_in_8bit": False,
+            "_load_in_4bit": True,
+            "bnb_4bit_quant_type": layout[:3],
+            "bnb_4bit_use_double_quant": layout != "nf4",
+            "bnb_4bit_compute_dtype": "bfloat16",
+            "bnb_4bit_quant_storage": "uint8",
+            "llm_int8_skip_modules": None,
+        }
     if layout == MXFP4 or layout in _FP4:
         return _config_of_fp4(layout)
     size = (_GROUPS | _GPTQ_BYTES)[layout]
     if layout.startswith(("awq", "gptq", _AUTO_ROUND)):
         return _config_in_groups(layout, size)
     return _compressed(
-        "pack-quantized", num_bits=4, type="int", symmetric=not layout.endswith(("asymmetric", "sorted")),
-        strategy="group" if size > 0 else "channel", group_size=size if size > 0 else None,
+        "pack-quantized",
+        num_bits=4,
+        type="int",
+        symmetric=not layout.endswith(("asymmetric", "sorted")),
+        strategy="group" if size > 0 else "channel",
+        group_size=size if size > 0 else None,
         actorder="group" if "sorted" in layout else None,
-    )  # fmt: skip
+    )
 
 
 def _config_in_groups(layout: str, size: int) -> dict[str, Any]:
     described: dict[str, Any] = {"bits": 8 if "bytes" in layout else 4, "group_size": size}
     if layout == _AUTO_ROUND:
         return described | {
-            "quant_method": layout, "packing_format": "auto_round:auto_gptq", "sym": True, "data_type": "int",
-            "autoround_version": "0.5.1", "block_name_to_quantize": "model.layers", "extra_config": {},
-        }  # fmt: skip
+            "quant_method": layout,
+            "packing_format": "auto_round:auto_gptq",
+            "sym": True,
+            "data_type": "int",
+            "autoround_version": "0.5.1",
+            "block_name_to_quantize": "model.layers",
+            "extra_config": {},
+        }
     if layout.startswith("awq"):
         return described | {
-            "quant_method": "awq", "zero_point": True, "version": "gemm", "modules_to_not_convert": None
-        }  # fmt: skip
+            "quant_method": "awq",
+            "zero_point": True,
+            "version": "gemm",
+            "modules_to_not_convert": None,
+        }
     return described | {
-        "quant_method": "gptq", "desc_act": "sorted" in layout, "sym": layout == "gptq" or "bytes" in layout,
-        "checkpoint_format": layout.partition(",")[0], "damp_percent": 0.01, "true_sequential": True,
-    }  # fmt: skip
+        "quant_method": "gptq",
+        "desc_act": "sorted" in layout,
+        "sym": layout == "gptq" or "bytes" in layout,
+        "checkpoint_format": layout.partition(",")[0],
+        "damp_percent": 0.01,
+        "true_sequential": True,
+    }
 
 
 WEIGHTS = ("config_groups", "group_0", "weights")
@@ -140,9 +194,14 @@ def _config_of_bytes(layout: str) -> dict[str, Any]:
     kind, _, scales = layout.partition(", ")
     if layout == _BNB_INT8:
         return {
-            "quant_method": "bitsandbytes", "load_in_8bit": True, "load_in_4bit": False, "_load_in_8bit": True,
-            "llm_int8_threshold": 6.0, "llm_int8_skip_modules": None, "bnb_4bit_quant_type": "fp4",
-        }  # fmt: skip
+            "quant_method": "bitsandbytes",
+            "load_in_8bit": True,
+            "load_in_4bit": False,
+            "_load_in_8bit": True,
+            "llm_int8_threshold": 6.0,
+            "llm_int8_skip_modules": None,
+            "bnb_4bit_quant_type": "fp4",
+        }
     if kind == "fbgemm_fp8":
         return {"quant_method": kind, "activation_scale_ub": 1200.0, "modules_to_not_convert": ["lm_head"]}
     if kind == "fp8":
@@ -150,10 +209,14 @@ def _config_of_bytes(layout: str) -> dict[str, Any]:
         return {"quant_method": kind, "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": block}
     form = "pack-quantized" if scales == "packed" else "int-quantized" if kind == "int8" else "float-quantized"
     return _compressed(
-        form, activations={"num_bits": 8, "dynamic": True},
-        num_bits=8, type="int" if kind == "int8" else "float", symmetric=True, block_structure=[128, 128],
+        form,
+        activations={"num_bits": 8, "dynamic": True},
+        num_bits=8,
+        type="int" if kind == "int8" else "float",
+        symmetric=True,
+        block_structure=[128, 128],
         strategy={"one scale": "tensor", "blocks": "block"}.get(scales, "channel"),
-    )  # fmt: skip
+    )
 
 
 def _config_of_fp4(layout: str) -> dict[str, Any]:
@@ -163,22 +226,31 @@ def _config_of_fp4(layout: str) -> dict[str, Any]:
         four_bits = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
         group = {"weights": four_bits, "input_activations": four_bits, "targets": ["Linear"]}
         return {
-            "quant_method": "modelopt", "quant_algo": "NVFP4", "config_groups": {"group_0": group},
-            "ignore": ["lm_head"], "producer": {"name": "modelopt", "version": "0.33.0"},
-        }  # fmt: skip
+            "quant_method": "modelopt",
+            "quant_algo": "NVFP4",
+            "config_groups": {"group_0": group},
+            "ignore": ["lm_head"],
+            "producer": {"name": "modelopt", "version": "0.33.0"},
+        }
     strategy = "tensor_group" if layout.startswith("nvfp4") else "group"
     return _compressed(layout, num_bits=4, type="float", symmetric=True, strategy=strategy, group_size=_FP4[layout])
 
 
 def _compressed(form: str, *, activations: object = None, **weights: object) -> dict[str, Any]:
     group = {
-        "targets": ["Linear"], "weights": {"actorder": None, "dynamic": False} | weights,
-        "input_activations": activations, "output_activations": None,
-    }  # fmt: skip
+        "targets": ["Linear"],
+        "weights": {"actorder": None, "dynamic": False} | weights,
+        "input_activations": activations,
+        "output_activations": None,
+    }
     return {
-        "quant_method": "compressed-tensors", "format": form, "quantization_status": "compressed",
-        "config_groups": {"group_0": group}, "ignore": ["lm_head"], "kv_cache_scheme": None,
-    }  # fmt: skip
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+        "kv_cache_scheme": None,
+    }
 
 
 def _in_fp4(weight: Tensor, layout: str) -> tuple[Tensor, dict[str, Tensor]]:
@@ -250,9 +322,11 @@ def _in_bytes_of_gptq(weight_OI: Tensor, layout: str) -> tuple[Tensor, dict[str,
 
     zeros = torch.full((scales.shape[1], len(weight_OI)), 128 if layout.startswith("gptq_v2") else 127)
     parts = {
-        "qweight": words(steps.flatten(1) + 128).t(), "scales": scales.t(), "qzeros": words(zeros),
+        "qweight": words(steps.flatten(1) + 128).t(),
+        "scales": scales.t(),
+        "qzeros": words(zeros),
         "g_idx": torch.arange(weight_OI.shape[1], dtype=torch.int32) // size,
-    }  # fmt: skip
+    }
     return (steps * scales.float()[..., None]).flatten(1), parts
 
 
@@ -308,12 +382,16 @@ def _parts(codes: Tensor, scales: Tensor, zeros: Tensor, groups: Tensor, layout:
     if layout.startswith(("gptq", _AUTO_ROUND)):
         first = 0 if layout == "gptq_v2" else 1
         return {
-            "qweight": _words(codes).t(), "scales": scales.t(), "qzeros": _words(zeros.t() - first),
+            "qweight": _words(codes).t(),
+            "scales": scales.t(),
+            "qzeros": _words(zeros.t() - first),
             "g_idx": groups,
-        }  # fmt: skip
+        }
     parts = {
-        "weight_packed": _words(codes), "weight_scale": scales, "weight_shape": torch.tensor([num_outputs, num_inputs])
-    }  # fmt: skip
+        "weight_packed": _words(codes),
+        "weight_scale": scales,
+        "weight_shape": torch.tensor([num_outputs, num_inputs]),
+    }
     if "sorted" in layout:
         parts["weight_g_idx"] = groups
     symmetric = "compressed-tensors", "compressed-tensors, whole rows"

@@ -38,25 +38,38 @@ def make_spec(
         "target_ranks": ranks[:1] if backend.is_layer_wise else ranks,
         "spare_devices": ranks[1:] if backend.is_layer_wise else (),
         "draft_ranks": (ranks[:1] if draft_kind is DraftLayout.one_rank else ranks) if draft else (),
-        "num_draft_tokens": 4, "acceptance": 0.8, "batch_size": 1, "prompt_tokens": 128, "max_new_tokens": 64,
+        "num_draft_tokens": 4,
+        "acceptance": 0.8,
+        "batch_size": 1,
+        "prompt_tokens": 128,
+        "max_new_tokens": 64,
         "cuda_graphs": True,
-    }  # fmt: skip
+    }
     return PlanSpec(
         target=replace(model, by_library=backend.by_library, **of_target),
         draft=replace(planned_model(catalogue.load(draft), device=device), **of_draft) if draft else None,
-        backend=backend, draft_kind=draft_kind, device=device, **chosen | fields,
-    )  # fmt: skip
+        backend=backend,
+        draft_kind=draft_kind,
+        device=device,
+        **chosen | fields,
+    )
 
 
-def times_of(spec: PlanSpec, machine: HardwareConfig) -> Any:  # noqa: ANN401 - figures that only some jobs have
+def times_of(spec: PlanSpec, machine: HardwareConfig) -> Any:
     return timing(spec, machine)
 
 
 def small_model(*, quantization: str = "none", **sizes: int) -> PlannedModel:
     """A Llama of a few layers; `sizes` override its shape."""
     known: dict[str, Any] = {
-        "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8,
-        "intermediate_size": 192, "vocab_size": 320, "max_position_embeddings": 2048,
-    }  # fmt: skip
+        "num_hidden_layers": 2,
+        "hidden_size": 64,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 8,
+        "intermediate_size": 192,
+        "vocab_size": 320,
+        "max_position_embeddings": 2048,
+    }
     shape = ModelShape(model_type="llama", **(known | sizes))
     return PlannedModel(name="small", shape=shape, dtype=Dtype.fp16, quantization=quantization)

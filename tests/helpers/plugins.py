@@ -49,7 +49,7 @@ def with_law(folder: Path) -> Path:
     return folder
 
 
-def drafter_with_law() -> Any:  # noqa: ANN401 - a class
+def drafter_with_law() -> Any:
     """The class of that drafter."""
     names: dict[str, Any] = {}
     exec(examples("A drafter with a law")[0], names)

@@ -73,7 +73,7 @@ class PrefixRunner:
         batch_size: int,
         capacity: int,
         reads: Reads = Reads.all,
-        num_rolled_back: int = 0,  # noqa: ARG002
+        num_rolled_back: int = 0,
     ) -> None:
         """Make a larger cache, in which rubbish follows what is held, as in a reused one."""
         self.num_uses += 1
@@ -94,11 +94,11 @@ class PrefixRunner:
         bucket: int,
         score_positions_BR: Tensor | None = None,
         cache_rows_B: Tensor | None = None,
-        consecutive: bool = True,  # noqa: ARG002
-        pieces: Pieces | None = None,  # noqa: ARG002
-        taps: Taps | None = None,  # noqa: ARG002
+        consecutive: bool = True,
+        pieces: Pieces | None = None,
+        taps: Taps | None = None,
         tree: TreePlaces | None = None,
-        taken_B: Tensor | None = None,  # noqa: ARG002
+        taken_B: Tensor | None = None,
     ) -> Tensor:
         self.num_forwards += 1
         slots_S, shown_BSD = self.slots.shown[bucket]

@@ -14,9 +14,18 @@ import torch
 from torch import Tensor
 
 _NOT_FOLLOWED = (
-    ModuleType, type, CodeType, FrameType, BuiltinFunctionType, str, int, float, torch.dtype, torch.device,
+    ModuleType,
+    type,
+    CodeType,
+    FrameType,
+    BuiltinFunctionType,
+    str,
+    int,
+    float,
+    torch.dtype,
+    torch.device,
     threading.Thread,
-)  # fmt: skip
+)
 
 
 def reachable_tensors(root: object) -> Iterator[Tensor]:

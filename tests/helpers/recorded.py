@@ -35,11 +35,24 @@ _Call = tuple[Any, tuple[Any, ...], dict[str, Any], list[Tensor]]
 MOST_COMPARED = 3
 """First replays of a graph that are compared, and how many of the later ones are for each that is."""
 _WAITING = {
-    "aten::_local_scalar_dense", "aten::item", "aten::is_nonzero", "aten::equal", "aten::allclose", "aten::nonzero",
-    "aten::nonzero_numpy", "aten::argwhere", "aten::masked_select", "aten::bincount", "aten::_unique",
-    "aten::_unique2", "aten::unique_dim", "aten::unique_consecutive", "aten::unique_dim_consecutive",
-    "aten::lift_fresh", "aten::resolve_conj",
-}  # fmt: skip
+    "aten::_local_scalar_dense",
+    "aten::item",
+    "aten::is_nonzero",
+    "aten::equal",
+    "aten::allclose",
+    "aten::nonzero",
+    "aten::nonzero_numpy",
+    "aten::argwhere",
+    "aten::masked_select",
+    "aten::bincount",
+    "aten::_unique",
+    "aten::_unique2",
+    "aten::unique_dim",
+    "aten::unique_consecutive",
+    "aten::unique_dim_consecutive",
+    "aten::lift_fresh",
+    "aten::resolve_conj",
+}
 """Operators that wait. `lift_fresh` makes tensors of numbers and lists; `tolist` and `numpy` call `resolve_conj`."""
 _INDEXING = {"aten::index", "aten::index_put_", "aten::index_put", "aten::_index_put_impl_"}
 
@@ -51,7 +64,7 @@ class _Log(TorchDispatchMode):
         self.undo: list[tuple[Tensor, Tensor]] = []
         self._unrecordable = unrecordable
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = func._schema.name
         if _waits(func, args, kwargs) or name == self._unrecordable:
@@ -76,7 +89,7 @@ class _Log(TorchDispatchMode):
         return result
 
 
-def _waits(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:  # noqa: ANN401 - torch's
+def _waits(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether an operator waits for a device, as those do whose results have as many elements as values say."""
     name, overload = func._schema.name, func._overloadname
     if name in _INDEXING:
@@ -129,7 +142,7 @@ def _without_outside(log: _Log) -> list[_Call]:
     """The calls of a log, with an `_Outside` for each tensor that none of them has made."""
     own = {tensor.untyped_storage().data_ptr() for *_, made in log.calls for tensor in made}
 
-    def weak(value: Any) -> Any:  # noqa: ANN401 - any leaf
+    def weak(value: Any) -> Any:
         is_outside = isinstance(value, Tensor) and value.numel() > 0 and value.untyped_storage().data_ptr() not in own
         return _Outside.of(value) if is_outside else value
 
@@ -180,7 +193,7 @@ class FakeRecorder(Recorder):
         """Look at what a replay is going to call."""
 
 
-def _held(value: Any) -> Any:  # noqa: ANN401 - any leaf
+def _held(value: Any) -> Any:
     return value.found() if isinstance(value, _Outside) else value
 
 
@@ -239,10 +252,10 @@ class WatchedGraphs(GraphExecutor):
     def num_compared(self) -> int:
         return self.num_of.total()
 
-    def run(self, stage: Stage, state: BatchState, *values: Any) -> Any:  # noqa: ANN401 - see `Executor`
+    def run(self, stage: Stage, state: BatchState, *values: Any) -> Any:
         self._comparing.name, self._comparing.piece = stage.name, partial(stage.function, state, *values)
         return super().run(stage, state, *values)
 
 
-def _tensors(values: Any) -> list[Tensor]:  # noqa: ANN401 - any tree
+def _tensors(values: Any) -> list[Tensor]:
     return [value for value in tree_flatten(values)[0] if isinstance(value, Tensor)]

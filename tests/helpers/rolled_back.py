@@ -113,10 +113,12 @@ def overlap_law(model: RolledBack) -> Tensor:
         forward, logits_NKV = model.start(len(paths)), torch.empty(0)
         for number in range(len(paths[0].before) + 1):
             rounds = [(*path.before, (len(path.text), path.flight))[number] for path in paths]
-            ids_NK = torch.tensor([
-                [*path.text[length - 1 : length], *[0] * (not length), *(flight or [0] * num_ahead)]
-                for path, (length, flight) in zip(paths, rounds, strict=True)
-            ])  # fmt: skip
+            ids_NK = torch.tensor(
+                [
+                    [*path.text[length - 1 : length], *[0] * (not length), *(flight or [0] * num_ahead)]
+                    for path, (length, flight) in zip(paths, rounds, strict=True)
+                ]
+            )
             positions_NK = torch.tensor([[length] for length, _ in rounds]) + torch.arange(num_ahead + 1)
             logits_NKV = forward(ids_NK, positions_NK, torch.full((len(paths),), num_ahead + 1))
         return logits_NKV

@@ -34,7 +34,7 @@ class Along(Rule):
         self.__dict__.update(vars(rule))
         self.path_BK: Tensor | None = None
 
-    def draw(self, logits_BTV: Tensor, uniforms_BTP: Tensor, context: Any = None) -> Any:  # noqa: ANN401
+    def draw(self, logits_BTV: Tensor, uniforms_BTP: Tensor, context: Any = None) -> Any:
         """See `Rule.draw`."""
         ids_B1, probs_B1V = super().draw(logits_BTV, uniforms_BTP, context)
         if self.path_BK is not None:
@@ -146,9 +146,11 @@ class Rounds:
             return (verdict.node_B1 * vocab_size + verdict.next_ids_B1)[:, 0]
 
         law_BA = choice_law(
-            choose, num_rows=len(rows.lengths_B), num_coordinates=self._num_drafted + PER_DRAW,
+            choose,
+            num_rows=len(rows.lengths_B),
+            num_coordinates=self._num_drafted + PER_DRAW,
             num_answers=num_positions * vocab_size,
-        )  # fmt: skip
+        )
         rows_C, answers_C = (law_BA * rows.law_B[:, None]).nonzero().unbind(1)
         after = rows.some(rows_C)
         after.law_B = after.law_B * law_BA[rows_C, answers_C]

@@ -18,21 +18,41 @@ from llama_ssp.reports.records import (
     RunFacts,
     StartUp,
     Summary,
-)  # fmt: skip
+)
 from llama_ssp.reports.runs import Run
 from llama_ssp.reports.summary import summarise
 from llama_ssp.settings.schema import TaskConfig
 from llama_ssp.settings.tasks import TASKS, TaskSpec
 
 PLAIN = CompletionLine(
-    index=0, sample=0, mode="plain", prompt="<b>p</b>", text="t", token_ids=[1] * 10, num_new_tokens=10,
-    finish_reason="length", num_rounds=0, num_target_forwards=10, accepted_lengths=[], examined_lengths=[],
-    ms=100.0, share_s=0.1,
-)  # fmt: skip
+    index=0,
+    sample=0,
+    mode="plain",
+    prompt="<b>p</b>",
+    text="t",
+    token_ids=[1] * 10,
+    num_new_tokens=10,
+    finish_reason="length",
+    num_rounds=0,
+    num_target_forwards=10,
+    accepted_lengths=[],
+    examined_lengths=[],
+    ms=100.0,
+    share_s=0.1,
+)
 FAST = replace(
-    PLAIN, mode="speculative", num_rounds=3, num_target_forwards=4, accepted_lengths=[2, 0, 1],
-    examined_lengths=[2, 1, 2], ms=40.0, share_s=0.04, draft_s=0.012, verify_s=0.018, other_s=0.003,
-)  # fmt: skip
+    PLAIN,
+    mode="speculative",
+    num_rounds=3,
+    num_target_forwards=4,
+    accepted_lengths=[2, 0, 1],
+    examined_lengths=[2, 1, 2],
+    ms=40.0,
+    share_s=0.04,
+    draft_s=0.012,
+    verify_s=0.018,
+    other_s=0.003,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,11 +102,16 @@ CELL = ToyCell(
     name="prompt 16", ms_per_token={"plain": 2.0, "speculative": 2.5}, forecast_ms_per_token={"plain": 600.5}
 )
 FACTS = RunFacts(
-    task="compare", model="big", draft="small", placement={}, world_size=2, seed=7,
+    task="compare",
+    model="big",
+    draft="small",
+    placement={},
+    world_size=2,
+    seed=7,
     memory=[RankMemory(rank=rank, planned_bytes=3 << 30, measured_peak_bytes=2 << 30) for rank in range(2)],
     startup=StartUp(began_unix_s=1.8e9, composed_s=0.5, imported_s=4.0),
     forecast=Forecast(plain_ms_per_token=9.0, speculative_ms_per_token=4.5, speedup=2.0),
-)  # fmt: skip
+)
 
 
 def summary(

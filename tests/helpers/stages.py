@@ -24,10 +24,12 @@ def loadings(
     for number in range(num_stages):
         for comm in thread_comms(tp_size):
             stage = ModelStage(
-                number=number, num_stages=num_stages, layers=of_stages[number],
+                number=number,
+                num_stages=num_stages,
+                layers=of_stages[number],
                 before=pairs[number - 1][comm.rank][1] if number else None,
                 behind=pairs[number][comm.rank][0] if number < num_stages - 1 else None,
-            )  # fmt: skip
+            )
             found.append(replace(Loading(origin), comm=comm, stage=stage, **how))  # type: ignore[arg-type]
     return found
 

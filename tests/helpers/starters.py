@@ -35,9 +35,15 @@ def environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
 def run_program(*words: str, cwd: Path = ROOT, more: Mapping[str, str] | None = None) -> Completed:
     """Run `llama-ssp` to its end; the exit code is not checked."""
     return subprocess.run(
-        [*PROGRAM, *words], cwd=cwd, env=environment(more), input="",
-        capture_output=True, text=True, timeout=240, check=False,
-    )  # fmt: skip
+        [*PROGRAM, *words],
+        cwd=cwd,
+        env=environment(more),
+        input="",
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
 
 
 def run_file(name: str, *words: str, before: str = "", without: Sequence[str] = (), cwd: Path = ROOT) -> Completed:

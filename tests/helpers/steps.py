@@ -11,9 +11,23 @@ if TYPE_CHECKING:
     import re
 
 _METHODS = (
-    "__add__", "__contains__", "__getitem__", "count", "endswith", "find", "index", "lstrip", "removeprefix",
-    "removesuffix", "replace", "rfind", "rstrip", "split", "startswith", "strip",
-)  # fmt: skip
+    "__add__",
+    "__contains__",
+    "__getitem__",
+    "count",
+    "endswith",
+    "find",
+    "index",
+    "lstrip",
+    "removeprefix",
+    "removesuffix",
+    "replace",
+    "rfind",
+    "rstrip",
+    "split",
+    "startswith",
+    "strip",
+)
 
 
 class Steps:
@@ -36,7 +50,7 @@ class Steps:
     def _counted(self, name: str) -> Callable[..., Any]:
         method = getattr(str, name)
 
-        def count(text: str, *arguments: Any) -> Any:  # noqa: ANN401
+        def count(text: str, *arguments: Any) -> Any:
             found = method(text, *arguments)
             first = next((one for one in arguments[1:] if isinstance(one, int)), 0)
             if name in {"startswith", "endswith", "__getitem__"}:
@@ -51,7 +65,7 @@ class Steps:
         """A compiled expression that counts the characters up to the end of what it finds, or of the text."""
 
         def counted(name: str) -> Callable[..., Any]:
-            def find(text: str, at: int = 0) -> Any:  # noqa: ANN401
+            def find(text: str, at: int = 0) -> Any:
                 found = getattr(pattern, name)(text, at)
                 self.num_chars += (found.end() if found else len(text)) - at
                 return found

@@ -58,6 +58,11 @@ def _summary(k: int) -> Summary:
 
 def _line(kind: CompletionLine, index: int, sample: int, *, ms_per_token: float) -> CompletionLine:
     return replace(
-        kind, index=index, sample=sample, num_new_tokens=NUM_TOKENS, token_ids=[1] * NUM_TOKENS,
-        ms=ms_per_token * NUM_TOKENS, first_token_ms=2 * ms_per_token,
-    )  # fmt: skip
+        kind,
+        index=index,
+        sample=sample,
+        num_new_tokens=NUM_TOKENS,
+        token_ids=[1] * NUM_TOKENS,
+        ms=ms_per_token * NUM_TOKENS,
+        first_token_ms=2 * ms_per_token,
+    )

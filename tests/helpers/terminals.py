@@ -34,9 +34,8 @@ class OnTerminal:
         if num_columns:
             termios.tcsetwinsize(theirs, (40, num_columns))
         self.process = subprocess.Popen(
-            ["setsid", "--ctty", *words],
-            cwd=ROOT, env=more, stdin=theirs, stdout=theirs, stderr=theirs,
-        )  # fmt: skip
+            ["setsid", "--ctty", *words], cwd=ROOT, env=more, stdin=theirs, stdout=theirs, stderr=theirs
+        )
         os.close(theirs)
         os.set_blocking(self._end, False)
         self._bytes = b""

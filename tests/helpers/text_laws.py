@@ -23,7 +23,7 @@ class HasLogits(Protocol):
 class LibraryLogits:
     """A model of the library as `counted` reads it."""
 
-    def __init__(self, library: Any) -> None:  # noqa: ANN401
+    def __init__(self, library: Any) -> None:
         self._library = library
 
     def logits(self, ids: list[int]) -> Tensor:

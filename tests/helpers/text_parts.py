@@ -36,14 +36,22 @@ _IMAGES: Content = {
     **dict.fromkeys(("depth", "num_hidden_layers", "num_layers", "num_global_layers", "encoder_layers"), 1),
     **dict.fromkeys(("hidden_size", "embed_dim", "d_model", "intermediate_size", "encoder_ffn_dim"), 32),
     **dict.fromkeys(("num_heads", "num_attention_heads", "num_key_value_heads", "encoder_attention_heads"), 2),
-    "deepstack_visual_indexes": [0], "fullatt_block_indexes": [0],
+    "deepstack_visual_indexes": [0],
+    "fullatt_block_indexes": [0],
     **dict.fromkeys(("out_hidden_size", "output_dim"), SIZES["hidden_size"]),
-    "image_size": 28, "patch_size": 14, "head_dim": 16, "vocab_size": SIZES["vocab_size"],
-}  # fmt: skip
+    "image_size": 28,
+    "patch_size": 14,
+    "head_dim": 16,
+    "vocab_size": SIZES["vocab_size"],
+}
 CHUNKS: Content = {
-    "attention_chunk_size": 6, "floor_scale": 4, "no_rope_layer_interval": 2, "interleave_moe_layer_step": 2,
-    "intermediate_size_mlp": 160, "num_experts_per_tok": 1,
-}  # fmt: skip
+    "attention_chunk_size": 6,
+    "floor_scale": 4,
+    "no_rope_layer_interval": 2,
+    "interleave_moe_layer_step": 2,
+    "intermediate_size_mlp": 160,
+    "num_experts_per_tok": 1,
+}
 """Sizes of a Llama 4 whose texts go over the borders of chunks and of temperatures."""
 _UNSET = ("sliding_window",)
 """A field of text models that some of their configurations have without effect."""
@@ -170,7 +178,7 @@ def _rename(found: dict[str, Tensor], prefix: str, instead_of: str) -> None:
     found.update(renamed)
 
 
-def compare_texts(folder: Path, model: Any, *, num_ranks: int) -> None:  # noqa: ANN401
+def compare_texts(folder: Path, model: Any, *, num_ranks: int) -> None:
     """Compare texts on ranks, with rejected and accepted drafts, with those of the whole model."""
     check_model(inspect(folder), num_ranks=num_ranks)
     comms = thread_comms(num_ranks)

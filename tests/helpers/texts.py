@@ -54,7 +54,7 @@ def library_greedy(model: PreTrainedModel, prompt_ids: Sequence[int], *, num_tok
     return new_ids
 
 
-def read_greedy(model: Any, prompt_ids: Sequence[int], *, num_tokens: int) -> list[int]:  # noqa: ANN401
+def read_greedy(model: Any, prompt_ids: Sequence[int], *, num_tokens: int) -> list[int]:
     """The same of a model that does not generate without an image: it reads the text anew for each token."""
     ids = list(prompt_ids)
     for _ in range(num_tokens):

@@ -51,9 +51,14 @@ def tree_law(
 
 
 def round_texts(
-    tree: Tree, process: Process, *, target: TableModel, draft: TableModel, verify: VerifyTree = verify_tree,
+    tree: Tree,
+    process: Process,
+    *,
+    target: TableModel,
+    draft: TableModel,
+    verify: VerifyTree = verify_tree,
     draw: DrawChildren = draw_children,
-) -> list[Tensor]:  # fmt: skip
+) -> list[Tensor]:
     """Measure the law of what one round adds: for n = 0..D accepted tokens, of the n + 1 new ones, (V^(n + 1),)."""
     target_probs, draft_probs = ([process(logits[0]) for logits in model.logits] for model in (target, draft))
     return _Round(tree, target_probs, draft_probs, verify=verify, draw=draw).texts()
@@ -63,9 +68,14 @@ class _Round:
     """The trees (C, N) that can be drafted, the law of each, and what the rule makes of them."""
 
     def __init__(
-        self, tree: Tree, target_probs: list[Tensor], draft_probs: list[Tensor], *, verify: VerifyTree,
+        self,
+        tree: Tree,
+        target_probs: list[Tensor],
+        draft_probs: list[Tensor],
+        *,
+        verify: VerifyTree,
         draw: DrawChildren,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._tree, self._verify, self._vocab_size = tree, verify, target_probs[0].shape[-1]
         self._ids_CN = torch.zeros(1, 0, dtype=torch.long)
         self._law_C = torch.ones(1, dtype=torch.float64)
@@ -135,9 +145,11 @@ class _Round:
     def _decide(self, trees_B: Tensor, accept_BN: Tensor, residual_BP: Tensor | None = None) -> Verdict:
         unused_BP = accept_BN.new_full((accept_BN.shape[0], PER_DRAW), 0.5)
         draws = Draws(
-            unused_BP[:, None].expand(-1, accept_BN.shape[1], -1), accept_BN,
-            unused_BP if residual_BP is None else residual_BP, unused_BP[:, None],
-        )  # fmt: skip
+            unused_BP[:, None].expand(-1, accept_BN.shape[1], -1),
+            accept_BN,
+            unused_BP if residual_BP is None else residual_BP,
+            unused_BP[:, None],
+        )
         draft = Draft(self._ids_CN[trees_B], self._draft_CIV[trees_B])
         return self._verify(self._tree, draft, self._target_CTV[trees_B], draws=draws)
 

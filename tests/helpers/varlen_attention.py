@@ -7,9 +7,8 @@ from llama_ssp.kernels.parts import Sequences
 
 
 def varlen_attention(
-    queries_QHD: Tensor, keys_SND: Tensor, values_SND: Tensor, sequences: Sequences,
-    *, scale: float, window: int | None,
-) -> Tensor:  # fmt: skip
+    queries_QHD: Tensor, keys_SND: Tensor, values_SND: Tensor, sequences: Sequences, *, scale: float, window: int | None
+) -> Tensor:
     numbers = sequences[:3]
     assert all(values.dtype == torch.int32 and values.is_contiguous() for values in numbers)
     group = queries_QHD.shape[1] // keys_SND.shape[1]

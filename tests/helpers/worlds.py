@@ -7,6 +7,9 @@ from llama_ssp.ranks.process import Ranks
 from llama_ssp.ranks.world import World
 
 ONE_CORE = World(
-    cores=frozenset({0}), comm=Comm.single(), ranks=Ranks(rank=0, size=1, local_rank=0, local_size=1),
-    device=torch.device("cpu"), note=None,
-)  # fmt: skip
+    cores=frozenset({0}),
+    comm=Comm.single(),
+    ranks=Ranks(rank=0, size=1, local_rank=0, local_size=1),
+    device=torch.device("cpu"),
+    note=None,
+)

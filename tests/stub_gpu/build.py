@@ -69,9 +69,15 @@ class Stub:
         }
         with output.open("w") as sink:
             return subprocess.Popen(
-                [str(self.python), *map(str, arguments)], cwd=ROOT, env=environment, text=True,
-                stdin=stdin, stdout=sink, stderr=subprocess.STDOUT, start_new_session=True,
-            )  # fmt: skip
+                [str(self.python), *map(str, arguments)],
+                cwd=ROOT,
+                env=environment,
+                text=True,
+                stdin=stdin,
+                stdout=sink,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
 
 
 @cache

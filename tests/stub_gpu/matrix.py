@@ -125,7 +125,7 @@ def decode(pair: Pair, setting: Setting) -> dict[str, Any]:
 def _reading(function: Callable[..., Any]) -> Callable[..., Any]:
     """A function that then reads a value of its result on the host."""
 
-    def reading(*arguments: Any, **named: Any) -> Any:  # noqa: ANN401 - those of the function
+    def reading(*arguments: Any, **named: Any) -> Any:
         result = function(*arguments, **named)
         float(result[0].sum())
         return result

@@ -50,16 +50,21 @@ class Mixture(NamedTuple):
         made = []
         for row in range(NUM_ROWS):
             sampling = SamplingConfig(
-                temperature=0.0 if row < self.num_greedy else 1.0, top_p=0.9 if row < self.num_cut else None,
+                temperature=0.0 if row < self.num_greedy else 1.0,
+                top_p=0.9 if row < self.num_cut else None,
                 frequency_penalty=0.5 if row < self.num_penalized else 0.0,
-            )  # fmt: skip
+            )
             most = 2 if self.limits and row == NUM_ROWS - 1 else None
             made.append(
                 Request(
-                    index=row, prompt_ids=tuple(range(5, 25 + row)), max_new_tokens=NEW_TOKENS, sampling=sampling,
-                    num_draft_tokens=most, ignores_eos=True,
+                    index=row,
+                    prompt_ids=tuple(range(5, 25 + row)),
+                    max_new_tokens=NEW_TOKENS,
+                    sampling=sampling,
+                    num_draft_tokens=most,
+                    ignores_eos=True,
                 )
-            )  # fmt: skip
+            )
         return made
 
 
@@ -83,9 +88,12 @@ def load(folder: Path) -> "tuple[Pair, RunConfig]":
     config = run_config(target, draft, device=DeviceKind.cuda)
     pair = load_pair(replace(config, draft=draft_model(draft, vocabulary_of("same"))))
     return pair, replace(
-        pair.config, sampling=SamplingConfig(temperature=1.0, by_row=True), batch_size=NUM_ROWS,
-        speculation=SpeculationConfig(num_draft_tokens=NUM_DRAFTED), max_new_tokens=NEW_TOKENS,
-    )  # fmt: skip
+        pair.config,
+        sampling=SamplingConfig(temperature=1.0, by_row=True),
+        batch_size=NUM_ROWS,
+        speculation=SpeculationConfig(num_draft_tokens=NUM_DRAFTED),
+        max_new_tokens=NEW_TOKENS,
+    )
 
 
 def graph_bytes() -> int:
@@ -118,10 +126,14 @@ def measured(pair: "Pair", config: RunConfig) -> dict[str, Any]:
     spec = make_spec(config, world_size=1, device="cuda", prompt_tokens=20 + NUM_ROWS)
     (without,), (planned,) = (memory(replace(spec, by_row=by_row), hardware.load("h200")) for by_row in (False, True))
     return {
-        "pools": pools, "finished": finished, "failed": len(executor.failed), "graphs": len(executor._graphs),
-        "most_bytes": torch.cuda.max_memory_reserved() - before, "planned_bytes": planned.logits_bytes,
+        "pools": pools,
+        "finished": finished,
+        "failed": len(executor.failed),
+        "graphs": len(executor._graphs),
+        "most_bytes": torch.cuda.max_memory_reserved() - before,
+        "planned_bytes": planned.logits_bytes,
         "planned_plain_bytes": without.logits_bytes,
-    }  # fmt: skip
+    }
 
 
 @contextmanager
@@ -129,7 +141,7 @@ def full_captures(full: Path, refused: Callable[[], bool]) -> "Iterator[None]":
     """Let the device have no memory left while some stages are captured."""
     record = Recorder.record
 
-    def recording(recorder: Recorder, *how: Any) -> Any:  # noqa: ANN401 - a Recorder's
+    def recording(recorder: Recorder, *how: Any) -> Any:
         if refused():
             full.touch()
         try:

@@ -51,7 +51,7 @@ class _Reads(TorchDispatchMode):
         self.problems: set[str] = set()
         self._made: dict[int, Tensor] = {}  # keeps them, so that no other tensor gets their memory
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, given = func._schema.name, _tensors((args, kwargs))
         if name in _INDEXING and any(index.dtype in {torch.bool, torch.uint8} for index in _tensors(args[1])):
             self.problems.add(f"{name} has an index of booleans")
@@ -75,14 +75,14 @@ class _Reads(TorchDispatchMode):
                 self.found.append(Read(call, address, *place, tensor.dtype))
 
 
-def _tensors(values: Any) -> list[Tensor]:  # noqa: ANN401 - any tree
+def _tensors(values: Any) -> list[Tensor]:
     return [value for value in tree_leaves(values) if isinstance(value, Tensor) and value.numel()]
 
 
 def _reads_of(piece: Callable[[], object]) -> _Reads:
     reads, run = _Reads(), JITFunction.run
 
-    def launching(kernel: Any, *arguments: Any, **options: Any) -> Any:  # noqa: ANN401 - of Triton
+    def launching(kernel: Any, *arguments: Any, **options: Any) -> Any:
         reads.launched(kernel.fn.__name__, arguments)
         return run(kernel, *arguments, **options)
 
@@ -158,7 +158,7 @@ class ComparedGraphs(GraphExecutor):
         super().__init__(round_, recorder=self.recorder)
         self._turns: Counter[Hashable] = Counter()
 
-    def run(self, stage: Stage, state: BatchState, *values: Any) -> Any:  # noqa: ANN401 - see `Executor`
+    def run(self, stage: Stage, state: BatchState, *values: Any) -> Any:
         """See `Executor`."""
         self.recorder.name = stage.name
         turn = self._turns[stage.key]

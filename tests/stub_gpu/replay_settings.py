@@ -28,10 +28,12 @@ from tests.stub_gpu.settings import TREE_OF_60
 
 GREEDY = SamplingConfig(temperature=0.0)
 ROWS = (
-    SamplingConfig(), SamplingConfig(temperature=0.7, top_p=0.8), GREEDY,
+    SamplingConfig(),
+    SamplingConfig(temperature=0.7, top_p=0.8),
+    GREEDY,
     SamplingConfig(temperature=0.9, repetition_penalty=1.1, frequency_penalty=0.2, presence_penalty=0.1),
     SamplingConfig(top_k=5, logit_bias={5: 1.0}),
-)  # fmt: skip
+)
 """Settings of rows beside each other: with and without truncation and penalties, as a server gets them."""
 
 
@@ -87,12 +89,16 @@ class Way:
         """Requests of about so many tokens, which begin alike in each call."""
         return [
             Request(
-                index=row, prompt_ids=tuple((5 + place * (row + 1)) % 150 + 3 for place in range(num_prompt + row)),
-                max_new_tokens=num_new, sampling=self.sampling_of(row), seed=row,
-                num_draft_tokens=self.limits[row % len(self.limits)], ignores_eos=True,
+                index=row,
+                prompt_ids=tuple((5 + place * (row + 1)) % 150 + 3 for place in range(num_prompt + row)),
+                max_new_tokens=num_new,
+                sampling=self.sampling_of(row),
+                seed=row,
+                num_draft_tokens=self.limits[row % len(self.limits)],
+                ignores_eos=True,
             )
             for row in range(num)
-        ]  # fmt: skip
+        ]
 
 
 def _speculation(**values: Any) -> dict[str, Any]:
@@ -125,10 +131,17 @@ ENDING_EARLY = tuple(
     replace(way, name=f"drafts that end early, {way.name}", draft=_EARLY) for way in (SAMPLED, ONE_GREEDY, BY_ROW)
 )
 _OF_PAIR = (
-    SAMPLED, LONG, ONE_GREEDY, TREE, AUTO, BY_ROW, UPDATED,
+    SAMPLED,
+    LONG,
+    ONE_GREEDY,
+    TREE,
+    AUTO,
+    BY_ROW,
+    UPDATED,
     Way(name="tree of 60", config=_speculation(tree=TREE_OF_60)),
     Way(name="settings by row, K = auto", config=_BY_ROW | _speculation(num_draft_tokens="auto"), by_row=True),
-    COUPLED, Way(name="block", config={"verification": VerificationConfig(rule="block")}),
+    COUPLED,
+    Way(name="block", config={"verification": VerificationConfig(rule="block")}),
     Way(name="greedy rule", config={"sampling": GREEDY, "verification": VerificationConfig(rule="greedy")}),
     Way(name="forced lengths", config={"task": CompareConfig(), **_speculation(forced_lengths=[3, 0, 2])}),
     Way(
@@ -142,8 +155,12 @@ _OF_PAIR = (
     Way(name="greedy drafts, trees", draft={"greedy": True}, config=_speculation(tree="2x2x1")),
     Way(name="copied drafts too", draft={"fallback": "ngram"}, config=_speculation(num_draft_tokens="auto")),
     Way(name="log-probabilities", calls={"logprobs": 2, "prompt_logprobs": 1}),
-    SPARE, STRUCTURED, STRUCTURED_BY_ROW, STRUCTURED_TREE, LIMITED,
-)  # fmt: skip
+    SPARE,
+    STRUCTURED,
+    STRUCTURED_BY_ROW,
+    STRUCTURED_TREE,
+    LIMITED,
+)
 _COPIES = (LONG, ONE_GREEDY, BY_ROW, Way(name="tree", config=_speculation(tree="3x2x1")))
 
 
@@ -240,13 +257,27 @@ def _short_draft(family: str) -> Callable[[Path], dict[str, Any]]:
 
 
 HYBRIDS = (
-    "qwen3_next, dense", "qwen3_5_text", "kimi_linear, dense", "olmo_hybrid", "lfm2", "bamba",
-    "granitemoehybrid, dense", "falcon_h1", "nemotron_h",
-)  # fmt: skip
+    "qwen3_next, dense",
+    "qwen3_5_text",
+    "kimi_linear, dense",
+    "olmo_hybrid",
+    "lfm2",
+    "bamba",
+    "granitemoehybrid, dense",
+    "falcon_h1",
+    "nemotron_h",
+)
 EXPERTS = (
-    "mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", "qwen3_next", "granitemoe", "glm4_moe", "lfm2_moe",
+    "mixtral",
+    "qwen3_moe",
+    "gpt_oss",
+    "deepseek_v3",
+    "qwen3_next",
+    "granitemoe",
+    "glm4_moe",
+    "lfm2_moe",
     "gemma4_text, keys",
-)  # fmt: skip
+)
 FORMS = ("int8_weight_only", "int4_weight_only", "fp8_weight_only")
 _STORED = {"mxfp4": "mxfp4-pack-quantized", "nvfp4": "nvfp4-pack-quantized", "int8_groups": "gptq_v2, bytes"}
 """Formats of files that are made by other tools alone, with a layout of each."""
@@ -255,9 +286,11 @@ _STORED = {"mxfp4": "mxfp4-pack-quantized", "nvfp4": "nvfp4-pack-quantized", "in
 def _of_experts(family: str, form: str) -> Kind:
     is_wide = family in {"mixtral", "gpt_oss"}
     return Kind(
-        name=f"experts, {family}, {form}", asks_host=form != "none", ways=(SAMPLED, MANY) if is_wide else (SAMPLED,),
+        name=f"experts, {family}, {form}",
+        asks_host=form != "none",
+        ways=(SAMPLED, MANY) if is_wide else (SAMPLED,),
         arguments=_family(family, draft="ngram", quantization=form, **{"experts": True} if is_wide else {}),
-    )  # fmt: skip
+    )
 
 
 _LAYOUTS = [(layout, "fp16") for layout in one_pass_heads.CONFIGS] + [("peagle", "fp32"), ("dflash", "fp32")]
@@ -279,19 +312,23 @@ KINDS = (
     Kind(name="layers of the target", arguments=_shipped(draft=_self(layers=1)), ways=(*_OF_SELF, RESTORED)),
     Kind(name="window of the target", arguments=_shipped(draft=_self(**_WINDOW)), ways=_OF_SELF),
     Kind(
-        name="copy of the target", arguments=_shipped(draft=_self(layers=1, quantization="int8_weight_only")),
+        name="copy of the target",
+        arguments=_shipped(draft=_self(layers=1, quantization="int8_weight_only")),
         ways=(SAMPLED, BY_ROW),
     ),
     Kind(
-        name="layers of a hybrid", arguments=_family(HYBRIDS[0], draft=_self(layers=1)),
+        name="layers of a hybrid",
+        arguments=_family(HYBRIDS[0], draft=_self(layers=1)),
         ways=(SAMPLED, BY_ROW, RESTORED),
     ),
     Kind(
-        name="window of a draft model", arguments=_shipped(draft={"model": "tiny-draft", **_WINDOW}),
+        name="window of a draft model",
+        arguments=_shipped(draft={"model": "tiny-draft", **_WINDOW}),
         ways=(LONG, ONE_GREEDY, BY_ROW, AUTO),
     ),
     Kind(
-        name="window of a head", arguments=_shipped(draft={"model": "tiny-eagle", **_WINDOW}),
+        name="window of a head",
+        arguments=_shipped(draft={"model": "tiny-eagle", **_WINDOW}),
         ways=(LONG, TREE, BY_ROW, SPARE),
     ),
     Kind(name="window of a head of one pass", arguments=_one_pass("peagle", "fp16", **_WINDOW), ways=(LONG, BY_ROW)),
@@ -335,29 +372,49 @@ KINDS = (
     Kind(name="short draft of a hybrid", arguments=_short_draft(HYBRIDS[0]), ways=(SAMPLED,)),
     *(
         Kind(name=f"family, {family}", arguments=_family(family, draft="ngram"), ways=(SAMPLED,))
-        for family in FAMILIES if family not in {*HYBRIDS, *EXPERTS}
+        for family in FAMILIES
+        if family not in {*HYBRIDS, *EXPERTS}
     ),
     Kind(
-        name="overlapped", arguments=_shipped(placement="own_gpu"), num_ranks=2,
+        name="overlapped",
+        arguments=_shipped(placement="own_gpu"),
+        num_ranks=2,
         ways=tuple(
             replace(way, config={**way.config, **_speculation(overlap=True)}) for way in (SAMPLED, ONE_GREEDY, BY_ROW)
         ),
     ),
     Kind(
-        name="draws over shards", arguments=_shipped(placement="sharded"), num_ranks=2,
+        name="draws over shards",
+        arguments=_shipped(placement="sharded"),
+        num_ranks=2,
         ways=(SAMPLED, ONE_GREEDY, COUPLED),
     ),
     *(
         Kind(name=f"draft, {layout}", arguments=_shipped(placement=layout), num_ranks=2, ways=(SAMPLED, BY_ROW, LONG))
         for layout in ("one_rank", "replicated")
     ),
-    Kind(name="experts, spread", arguments=_family("mixtral", draft="ngram", placement=_SPREAD), num_ranks=2,
-         ways=(SAMPLED,)),
     Kind(
-        name="stages", arguments=_shipped(placement=_STAGES), num_ranks=2,
-        ways=(SAMPLED, LONG, BY_ROW, replace(SAMPLED, name="groups of rows", config={"placement": replace(
-            _STAGES, target=replace(_STAGES.target, groups=2))})),
+        name="experts, spread",
+        arguments=_family("mixtral", draft="ngram", placement=_SPREAD),
+        num_ranks=2,
+        ways=(SAMPLED,),
     ),
-    Kind(name="stages, head", arguments=_shipped(draft="tiny-eagle", placement=_STAGES), num_ranks=2,
-         ways=(LONG, BY_ROW)),
-)  # fmt: skip
+    Kind(
+        name="stages",
+        arguments=_shipped(placement=_STAGES),
+        num_ranks=2,
+        ways=(
+            SAMPLED,
+            LONG,
+            BY_ROW,
+            replace(
+                SAMPLED,
+                name="groups of rows",
+                config={"placement": replace(_STAGES, target=replace(_STAGES.target, groups=2))},
+            ),
+        ),
+    ),
+    Kind(
+        name="stages, head", arguments=_shipped(draft="tiny-eagle", placement=_STAGES), num_ranks=2, ways=(LONG, BY_ROW)
+    ),
+)

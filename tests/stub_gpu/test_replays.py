@@ -67,11 +67,13 @@ def test_replays_read_what_python_would_read_and_wait_for_nothing(
     out, settings = tmp_path / "left.json", steps() if kind.num_ranks > 1 else [{}]
     jobs: list[dict[str, Any]] = [
         {
-            "kind": kind.name, "out": str(out), "output": str(tmp_path / str(rank)),
+            "kind": kind.name,
+            "out": str(out),
+            "output": str(tmp_path / str(rank)),
             "settings": {**step, "STUB_GPU_COUNT": str(kind.num_ranks)},
         }
         for rank, step in enumerate(settings)
-    ]  # fmt: skip
+    ]
     codes = imported.decode(jobs)
     assert codes == [0] * kind.num_ranks, [Path(job["output"]).read_text()[-5000:] for job in jobs]
     assert json.loads(out.read_text()) == {way.name: [] for way in kind.ways}

@@ -78,6 +78,8 @@ def _dispatch(model: PreTrainedModel, placed: Mapping[str, torch.device], first:
         return where.index if where.type == "cuda" else where.type
 
     dispatch_model(
-        model, {name: named(where) for name, where in placed.items()}, main_device=named(first),
+        model,
+        {name: named(where) for name, where in placed.items()},
+        main_device=named(first),
         skip_keys=model._skip_keys_device_placement,
-    )  # fmt: skip
+    )

@@ -86,9 +86,11 @@ def _added(reach: Array, most_accepted: NDArray[np.int64]) -> Array:
 
 
 def rounds_of(
-    reach_BTD: Array, lengths_B: NDArray[np.int64], num_draft_tokens: int | NDArray[np.int64],
+    reach_BTD: Array,
+    lengths_B: NDArray[np.int64],
+    num_draft_tokens: int | NDArray[np.int64],
     costs_BT: Array | float = 1.0,
-) -> ExpectedRounds:  # fmt: skip
+) -> ExpectedRounds:
     """The rounds of texts of n new tokens, `lengths_B`, with K tokens in each, or at each place its own number.
 
     `costs_BT` are of rounds that begin at each place.

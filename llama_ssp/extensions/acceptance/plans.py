@@ -101,8 +101,8 @@ def in_file(config: RunConfig, file: Path, pair: PlannedPair) -> Acceptance | No
 
 def _changed(config: RunConfig, trace: Trace) -> str | None:
     """The name of a model of a config that has other files here than the one that has read the texts."""
-    from llama_ssp.weights import hub  # noqa: PLC0415 - other plans need no client of the hub
-    from llama_ssp.weights.hashes import fingerprint  # noqa: PLC0415 - nor torch
+    from llama_ssp.weights import hub
+    from llama_ssp.weights.hashes import fingerprint
 
     target, known = trace.about["target"], {name: draft["files"] for name, draft in trace.drafts.items()}
     known = {target["name"]: target["files"]} | known
@@ -145,10 +145,15 @@ def _acceptance(trace: Trace, draft: str, law: int, rule: str, asked: str) -> Ac
     )
     law_said = f"temperature {trace.temperatures[law]:g}" + f", {rule}" * (rule != SPECULATIVE)
     return TracedAcceptance(
-        probability=probability, ends=(low, high), num_draft_tokens=usual, decline=1.0, is_of_texts=True, shares=shares,
+        probability=probability,
+        ends=(low, high),
+        num_draft_tokens=usual,
+        decline=1.0,
+        is_of_texts=True,
+        shares=shares,
         source=f"{asked}, {len({*replay.prompts_B})} prompts, {law_said}",
         of_trees=tuple(
             (tree, 1 + sum(trace.replay_tree(name, law).by_position(tree.depth)))
             for name, tree in trace.trees(draft).items()
         ),
-    )  # fmt: skip
+    )

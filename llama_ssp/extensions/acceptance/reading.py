@@ -72,7 +72,7 @@ class AlongText(Rule):
     def draw(
         self,
         logits_BTV: Tensor,
-        uniforms_BTP: Tensor,  # noqa: ARG002 - nothing is random
+        uniforms_BTP: Tensor,
         context: Context | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """See `Rule.draw`."""
@@ -159,9 +159,13 @@ class Reader:
     """
 
     def __init__(
-        self, config: RunConfig, drafts: Mapping[str, tuple[Models, DrafterConfig]], *, longest: int,
+        self,
+        config: RunConfig,
+        drafts: Mapping[str, tuple[Models, DrafterConfig]],
+        *,
+        longest: int,
         trees: Sequence[str] = (),
-    ) -> None:  # fmt: skip
+    ) -> None:
         models, _ = next(iter(drafts.values()))
         self._target, self._mesh = models.target, models.mesh
         self._is_reporting = self._mesh.replica.rank == self._mesh.layout.verify_rank
@@ -386,9 +390,14 @@ class _Steps:
         self._is_certain, self._is_greedy = is_certain(config.draft), config.sampling.temperature == 0
         self.taps = models.make_taps()
         self._drafter, *_ = make_drafters(
-            config, mesh=models.mesh, target=models.target, runner=models.draft, taps=self.taps,
-            prepared=models.prepared, drawing=AlongText.of,
-        )  # fmt: skip
+            config,
+            mesh=models.mesh,
+            target=models.target,
+            runner=models.draft,
+            taps=self.taps,
+            prepared=models.prepared,
+            drawing=AlongText.of,
+        )
         self._laws: list[Tensor] = []
         self._found: list[Found] = []
 
@@ -399,7 +408,7 @@ class _Steps:
         self._drafter.prefill(batch.prompts, rows=batch.rows, buckets=batch.buckets)
         self._next, self._first_law = 1, 0
 
-    def read(self, batch: _Batch, laws_BTV: Tensor | None, start: int, stop: int) -> None:  # noqa: ARG002
+    def read(self, batch: _Batch, laws_BTV: Tensor | None, start: int, stop: int) -> None:
         """Propose from all places whose tokens the target has read so far, and keep the laws of further ones."""
         if laws_BTV is not None:
             self._laws.append(laws_BTV)
@@ -457,9 +466,13 @@ class _CertainTree:
         self._name, self._shape = f"{name}/{TREE}{shape.text}", shape
         self.taps = models.make_taps()
         self._drafter, *_ = make_drafters(
-            config, mesh=models.mesh, target=models.target, runner=models.draft, taps=self.taps,
+            config,
+            mesh=models.mesh,
+            target=models.target,
+            runner=models.draft,
+            taps=self.taps,
             prepared=models.prepared,
-        )  # fmt: skip
+        )
         context = models.draft_context
         self._limit = DraftLimit(context, shape.depth) if context else None
 
@@ -475,9 +488,11 @@ class _CertainTree:
         for start in range(1, batch.num_new):
             rows = batch.rows_with(start)
             draft = self._drafter.propose(
-                self._limit.of_rows(rows, num_nodes) if self._limit else rows, num_tokens=num_nodes,
-                uniforms_BKP=uniforms_BNP, bucket=batch.covering(start + num_nodes),
-            )  # fmt: skip
+                self._limit.of_rows(rows, num_nodes) if self._limit else rows,
+                num_tokens=num_nodes,
+                uniforms_BKP=uniforms_BNP,
+                bucket=batch.covering(start + num_nodes),
+            )
             stop = min(start + depth, batch.num_new)
             steps_BD = trees.log_steps_of(draft, _longer(batch.tokens(start, stop), start + depth - stop))
             if self._limit:

@@ -141,11 +141,14 @@ class AcceptanceRow(Line):
         headings = ("draft, rule, temperature, K", "tokens/round", "95 %", "accepted by position", "share of best")
         found = [
             [
-                row.name, f"{row.tokens_per_round:.2f}", f"{row.low:.2f} to {row.high:.2f}",
-                " ".join(f"{one:.2f}" for one in row.by_position), share(row.share_of_best),
+                row.name,
+                f"{row.tokens_per_round:.2f}",
+                f"{row.low:.2f} to {row.high:.2f}",
+                " ".join(f"{one:.2f}" for one in row.by_position),
+                share(row.share_of_best),
             ]
             for row in results
-        ]  # fmt: skip
+        ]
         return ResultTable((_title(results), _MEANING, *_lost_said(results)), headings, found)
 
 
@@ -194,19 +197,25 @@ def _lost(trace: Trace, row: AcceptanceRow, law: int, decode: Decode) -> list[Lo
         before = trace.arrays["token_id"][max(trace.first_of(worst), worst - _NUM_BEFORE) : worst]
         found.append(
             LostRounds(
-                before=decode([*map(int, before)]), wanted=decode([int(pairs[pair, 0])]),
-                proposed=decode([int(pairs[pair, 1])]), num_places=len(places),
+                before=decode([*map(int, before)]),
+                wanted=decode([int(pairs[pair, 0])]),
+                proposed=decode([int(pairs[pair, 1])]),
+                num_places=len(places),
                 accepted=1 - float(lost[pair] / max(tried[places].sum(), lost[pair], 1e-12)),
                 share=float(lost[pair] / max(rejected.sum(), 1e-12)),
             )
-        )  # fmt: skip
+        )
     return found
 
 
 def rows_of(
-    trace: Trace, costs: Costs, of_trees: CostsOfTrees | None = None, *, auto: Auto | None = None,
+    trace: Trace,
+    costs: Costs,
+    of_trees: CostsOfTrees | None = None,
+    *,
+    auto: Auto | None = None,
     decode: Decode | None = None,
-) -> Iterator[AcceptanceRow]:  # fmt: skip
+) -> Iterator[AcceptanceRow]:
     """The rows of a trace, K from 1 to its longest, and trees; without the costs of a draft a round costs 1.
 
     `auto` says the seconds of K = auto, and `decode` the text of tokens; without them rows lack both.
@@ -265,8 +274,14 @@ def _row(trace: Trace, replay: Replay, longest: int, cost: float, *, law: int, d
     texts, (tokens, low, high) = trace.texts(law), replay.tokens_per_round(longest)
     categories = trace.arrays["text_category"][texts]
     return AcceptanceRow(
-        draft=draft, rule=rule, temperature=trace.temperatures[law], num_draft_tokens=longest,
-        tokens_per_round=tokens, low=low, high=high, share_of_best=tokens / cost,
+        draft=draft,
+        rule=rule,
+        temperature=trace.temperatures[law],
+        num_draft_tokens=longest,
+        tokens_per_round=tokens,
+        low=low,
+        high=high,
+        share_of_best=tokens / cost,
         by_position=replay.by_position(longest),
         by_category={
             str(name): replay.tokens_per_round(longest, of_texts=categories == name)[0]
@@ -274,4 +289,4 @@ def _row(trace: Trace, replay: Replay, longest: int, cost: float, *, law: int, d
         },
         num_prompts=len({*trace.arrays["text_index"][texts]}),
         num_new_tokens=int(trace.arrays["text_length"][texts].sum()),
-    )  # fmt: skip
+    )

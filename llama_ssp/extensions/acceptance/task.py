@@ -63,17 +63,20 @@ def acceptance(session: Session, requests: list[PromptRequest]) -> None:
         _require_room(session, configs)
     drafts, sources = _loaded(session, configs)
     about = {
-        "version": VERSION, "texts": _digest(texts), "longest": task.longest,
+        "version": VERSION,
+        "texts": _digest(texts),
+        "longest": task.longest,
         "laws": [law_of(one.sampling) for one in configs],
         "target": {"name": config.model.name, "files": fingerprint(session.models.sources[0].origin.folder)},
         "drafts": {
             name: {
-                "files": fingerprint(source.origin.folder) if source else {}, "is_certain": is_certain(drafts[name][1]),
+                "files": fingerprint(source.origin.folder) if source else {},
+                "is_certain": is_certain(drafts[name][1]),
                 "width": 0,
             }
             for name, source in sources.items()
         },
-    }  # fmt: skip
+    }
     _read(session, configs, drafts, texts, about)
     with raise_on_all_ranks(session.world.comm):
         if session.folder:
@@ -92,9 +95,13 @@ def _given(session: Session) -> list[FinishedText]:
     """The texts that the user names, the same on every rank."""
     task, models = cast("AcceptanceConfig", session.config.task), session.models
     read = partial(
-        read_texts, session.config, str(task.texts), models.tokenizer, vocab_size=models.target.vocab_size,
+        read_texts,
+        session.config,
+        str(task.texts),
+        models.tokenizer,
+        vocab_size=models.target.vocab_size,
         context=models.context,
-    )  # fmt: skip
+    )
     records = from_rank_0(session.world.comm, lambda: [asdict(text) for text in read()])
     return [_of_record(record) for record in records]
 
@@ -122,12 +129,16 @@ def _sampled(session: Session, requests: list[PromptRequest]) -> list[FinishedTe
     whole = {(request.index, request.sample): request for request in session.with_answers(requests, mode)}
     return [
         FinishedText(
-            prompt_ids=whole[index, sample].prompt_ids, token_ids=tuple(ids), index=index, sample=sample,
-            law=sample % len(configs), category=whole[index, sample].source.category or "",
+            prompt_ids=whole[index, sample].prompt_ids,
+            token_ids=tuple(ids),
+            index=index,
+            sample=sample,
+            law=sample % len(configs),
+            category=whole[index, sample].source.category or "",
         )
         for index, sample, ids in sorted(lines)
         if len(ids) > 1
-    ]  # fmt: skip
+    ]
 
 
 def _loaded(
@@ -151,9 +162,12 @@ def _spec_of(session: Session, config: RunConfig) -> PlanSpec:
     assert session.plan
     plan = session.plan
     return make_spec(
-        config, world_size=session.world.comm.size, device=plan.spec.device,
-        prompt_tokens=plan.spec.prompt_tokens, num_gpus=plan.hardware.num_gpus,
-    )  # fmt: skip
+        config,
+        world_size=session.world.comm.size,
+        device=plan.spec.device,
+        prompt_tokens=plan.spec.prompt_tokens,
+        num_gpus=plan.hardware.num_gpus,
+    )
 
 
 def _require_room(session: Session, configs: Sequence[RunConfig]) -> None:
@@ -187,9 +201,12 @@ def _batches(texts: Sequence[FinishedText], *, num_rows: int, context: int) -> I
 
 
 def _read(
-    session: Session, configs: Sequence[RunConfig], drafts: Mapping[str, tuple[Models, DrafterConfig]],
-    texts: Sequence[FinishedText], about: dict[str, Any],
-) -> None:  # fmt: skip
+    session: Session,
+    configs: Sequence[RunConfig],
+    drafts: Mapping[str, tuple[Models, DrafterConfig]],
+    texts: Sequence[FinishedText],
+    about: dict[str, Any],
+) -> None:
     """Read all texts that no part has yet, a batch on each replica at a time, and write the parts on rank 0."""
     config, mesh, comm = session.config, session.models.mesh, session.world.comm
     folder = session.folder and session.folder.path / PARTS

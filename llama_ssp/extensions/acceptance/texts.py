@@ -23,8 +23,10 @@ LINES_FILE, CONFIG_FILE = "run.jsonl", "config.yaml"
 _DONE = 200
 _OF_LAW = {
     **{name: name for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "frequency_penalty")},
-    "presence_penalty": "presence_penalty", "logit_bias": "logit_bias", "min_tokens": "min_new_tokens",
-}  # fmt: skip
+    "presence_penalty": "presence_penalty",
+    "logit_bias": "logit_bias",
+    "min_tokens": "min_new_tokens",
+}
 """Fields of a request that make the law of its texts, and their settings of sampling."""
 _OFF: dict[str, tuple[object, ...]] = {"top_k": (0, -1), "top_p": (1,), "min_p": (0,), "min_tokens": (0,)}
 """Values of these fields that do nothing."""
@@ -111,10 +113,13 @@ def _of_run(
         ids = ids_of(prompt, tokenizer, chat, answers=[one.text for one in earlier])
         if len(line.token_ids) > 1:
             yield FinishedText(
-                prompt_ids=ids, token_ids=tuple(line.token_ids), index=line.index,
-                sample=line.sample * len(numbers) + numbers[line.mode], category=line.category or "",
+                prompt_ids=ids,
+                token_ids=tuple(line.token_ids),
+                index=line.index,
+                sample=line.sample * len(numbers) + numbers[line.mode],
+                category=line.category or "",
                 place=f"the {line.mode} text of prompt {line.index + 1}",
-            )  # fmt: skip
+            )
 
 
 def _law_in(settings: Mapping[str, object]) -> dict[str, object]:
@@ -168,9 +173,13 @@ def _of_lines(
                 index_sample[1] += 1
                 index, sample = index_sample
                 yield FinishedText(
-                    prompt_ids=prompt_ids, token_ids=token_ids, index=index, sample=sample, place=place,
+                    prompt_ids=prompt_ids,
+                    token_ids=token_ids,
+                    index=index,
+                    sample=sample,
+                    place=place,
                     category=str(record.get("category") or ""),
-                )  # fmt: skip
+                )
 
 
 def _records(lines: Sequence[bytes], *, asked: str) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -185,9 +194,13 @@ def _records(lines: Sequence[bytes], *, asked: str) -> Iterator[tuple[int, dict[
 
 
 def _answers(
-    config: RunConfig, answer: Mapping[str, Any], requests: Mapping[Any, Any], tokenizer: PreTrainedTokenizerBase, *,
+    config: RunConfig,
+    answer: Mapping[str, Any],
+    requests: Mapping[Any, Any],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
     where: str,
-) -> Iterator[tuple[Any, Any, tuple[int, ...]]]:  # fmt: skip
+) -> Iterator[tuple[Any, Any, tuple[int, ...]]]:
     """The prompt, the completion and the tokens after it of each choice of a line of a batch answer; none of an error.
 
     The texts of choices lack the token that ended them.

@@ -193,11 +193,13 @@ class Trace:
         lengths = self.arrays["text_length"][texts].astype(np.int64)
         depth, length = self.arrays[name].shape[1], int(lengths.max())
         reaches = [
-            arithmetic.reach_of(arithmetic.by_left_from(
-                self.padded(name, texts[some], filling=-np.inf, num_tokens=length), lengths[some], depth
-            ))
+            arithmetic.reach_of(
+                arithmetic.by_left_from(
+                    self.padded(name, texts[some], filling=-np.inf, num_tokens=length), lengths[some], depth
+                )
+            )
             for some in _some_at_a_time(len(texts))
-        ]  # fmt: skip
+        ]
         return Replay(reach_BTD=np.concatenate(reaches), lengths_B=lengths, prompts_B=self.arrays["text_index"][texts])
 
     def replay(self, draft: str, law: int, rule: str, longest: int) -> Replay:

@@ -36,9 +36,17 @@ _PICKLE, _BASE = "adapter_model.bin", "base_layer"
 _KEY = re.compile(r"base_model\.model\.(.+)\.(lora_A|lora_B|base_layer)\.weight")
 _TURNED = "fan_in_fan_out"
 _OTHER_METHODS = (
-    "use_dora", "modules_to_save", _TURNED, "lora_bias", "layer_replication",
-    "target_parameters", "trainable_token_indices", "use_qalora", "alora_invocation_tokens", "megatron_config",
-)  # fmt: skip
+    "use_dora",
+    "modules_to_save",
+    _TURNED,
+    "lora_bias",
+    "layer_replication",
+    "target_parameters",
+    "trainable_token_indices",
+    "use_qalora",
+    "alora_invocation_tokens",
+    "megatron_config",
+)
 """Fields that change the merged weights; all are refused."""
 _KEEPS_BASE = (True, False, None, "gaussian", "orthogonal", "eva")
 """Values of init_lora_weights that leave the weights of the base as they are; others, such as pissa, change them."""
@@ -170,7 +178,7 @@ def _by_pattern(config: Mapping[str, Any], field: str, default: float, folder: P
 
 def _fits(weight: ListedTensor, pair: Mapping[str, StoredTensor], rank: float) -> bool:
     stored = weight.stored if isinstance(weight, TurnedTensor) else weight
-    if not isinstance(stored, StoredTensor) or pair.keys() - {_BASE} != {"A", "B"} or len(weight.shape) != 2:  # noqa: PLR2004 - a matrix
+    if not isinstance(stored, StoredTensor) or pair.keys() - {_BASE} != {"A", "B"} or len(weight.shape) != 2:
         return False
     down, up = pair["A"], pair["B"]
     if (up.shape, down.shape) != ((weight.shape[0], rank), (rank, weight.shape[1])):

@@ -137,7 +137,7 @@ def _may_gain(choice: DraftChoice, fastest: dict[DraftChoice, float]) -> bool:
 
 def _on_a_line(seconds: dict[DraftChoice, float], *, fitted: list[DraftChoice]) -> dict[DraftChoice, float]:
     """Smooth the times of a drafter's rounds: each drafted token costs a draft step and a position of verification."""
-    if len(fitted) < 2:  # noqa: PLR2004 - points of a line
+    if len(fitted) < 2:
         return seconds
     slope, first = linear_regression([choice.num_tokens for choice in fitted], [seconds[choice] for choice in fitted])
     least = min(seconds.values()) / 2

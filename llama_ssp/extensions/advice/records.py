@@ -8,10 +8,11 @@ from llama_ssp.settings.fields import setting
 from llama_ssp.settings.schema import PlanConfig
 
 CHOICES = Adviser(
-    name="choices", warnings="llama_ssp.extensions.advice.advice:warnings",
+    name="choices",
+    warnings="llama_ssp.extensions.advice.advice:warnings",
     notes="llama_ssp.extensions.advice.advice:better_draft",
     changes="llama_ssp.extensions.advice.advice:changes_that_fit",
-)  # fmt: skip
+)
 FEWER = Adviser(name="fewer", order=2, warnings="llama_ssp.extensions.advice.advice:faster_on_fewer")
 
 
@@ -25,6 +26,8 @@ class SearchOfPlan(PlanConfig):
 
 
 SEARCH = MoreSettings(
-    name="search", config=SearchOfPlan, choose="llama_ssp.extensions.advice.search:show",
+    name="search",
+    config=SearchOfPlan,
+    choose="llama_ssp.extensions.advice.search:show",
     example="llama-ssp plan model=30B hardware=8xa100_80gb search=true",
-)  # fmt: skip
+)

@@ -306,10 +306,13 @@ def _series(target: PlannedModel, known: list[ModelConfig]) -> list[ModelConfig]
         hub_id = target.name if catalogue.is_hub_id(target.name) else None
         return [
             ModelConfig(
-                name=target.name, hub_id=hub_id, shape=target.shape, stored_dtype=target.stored,
+                name=target.name,
+                hub_id=hub_id,
+                shape=target.shape,
+                stored_dtype=target.stored,
                 stored_format=target.stored_format,
             )
-        ]  # fmt: skip
+        ]
     series = {_unquantized(target.name), *catalogue.smaller_relatives(entry, known=known)}
     return [
         other
@@ -335,8 +338,12 @@ def _drafts_of(model: ModelConfig, known: list[ModelConfig]) -> list[ModelConfig
     found: dict[tuple[int, ...], ModelConfig] = {}
     for draft in sorted(known, key=lambda other: _prefix(other.name) != _prefix(model.name)):
         if draft.name in names and draft.shape:
-            sizes = (draft.shape.num_hidden_layers, draft.shape.hidden_size, draft.shape.intermediate_size,
-                     int(draft.shape.is_head))  # fmt: skip
+            sizes = (
+                draft.shape.num_hidden_layers,
+                draft.shape.hidden_size,
+                draft.shape.intermediate_size,
+                int(draft.shape.is_head),
+            )
             found.setdefault(sizes, draft)
     return list(found.values())
 

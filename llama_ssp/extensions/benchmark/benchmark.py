@@ -131,9 +131,13 @@ class Peers:
         return torch.zeros(len(ids_BT), dtype=torch.bool, device=ids_BT.device)
 
     def ms_per_token(
-        self, prompts: Sequence[tuple[int, ...]], *, num_new_tokens: int, sampling: SamplingConfig,
+        self,
+        prompts: Sequence[tuple[int, ...]],
+        *,
+        num_new_tokens: int,
+        sampling: SamplingConfig,
         num_draft_tokens: int | None,
-    ) -> float:  # fmt: skip
+    ) -> float:
         """Complete the prompts; returns milliseconds per new token, including prefill.
 
         Plain prompts of one length are completed together, others one by one: the library assists one row only.
@@ -312,17 +316,25 @@ def _measure(
         expected = forecast(timing(spec, session.plan.hardware))
     expected_ms = {PLAIN: expected.plain_ms_per_token, SPECULATIVE: expected.speculative_ms_per_token}
     return BenchmarkCell(
-        model=config.model.label, draft=draft_label(config.draft), dtype=config.model.dtype.name,
-        quantization=config.model.quantization, world_size=session.world.comm.size,
-        temperature=config.sampling.temperature, max_new_tokens=num_new_tokens,
-        num_draft_tokens=num_draft_tokens, prompt_tokens=prompt_tokens, batch_size=batch_size,
+        model=config.model.label,
+        draft=draft_label(config.draft),
+        dtype=config.model.dtype.name,
+        quantization=config.model.quantization,
+        world_size=session.world.comm.size,
+        temperature=config.sampling.temperature,
+        max_new_tokens=num_new_tokens,
+        num_draft_tokens=num_draft_tokens,
+        prompt_tokens=prompt_tokens,
+        batch_size=batch_size,
         ms_per_token={name: statistics.median(values) for name, values in ms.items()},
         forecast_ms_per_token={mode: ms / batch_size for mode, ms in expected_ms.items() if ms is not None},
         tokens_per_round=fast.tokens_per_round if fast else None,
         other_share=statistics.median(fast.shares("other")) if fast else None,
         copy_share=median_ratio(pass_ms, steps_ms) if session.plan and has_steps else None,
-        text_sha256=_digest(text), versions=versions(), git_commit=git_commit(),
-    )  # fmt: skip
+        text_sha256=_digest(text),
+        versions=versions(),
+        git_commit=git_commit(),
+    )
 
 
 def _pass_s(session: Session) -> float:

@@ -74,17 +74,31 @@ class BenchmarkCell(Line):
     def on_screen(cls, results: Sequence["BenchmarkCell"]) -> ResultTable:
         """Lay out the cells for a terminal."""
         headings = (
-            "K", "prompt", "batch", "plain", "fore-\ncast", "gene-\nrate", "specu-\nlative", "fore-\ncast",
-            "assis-\nted", "tokens\n/round", "other", "copy",
-        )  # fmt: skip
+            "K",
+            "prompt",
+            "batch",
+            "plain",
+            "fore-\ncast",
+            "gene-\nrate",
+            "specu-\nlative",
+            "fore-\ncast",
+            "assis-\nted",
+            "tokens\n/round",
+            "other",
+            "copy",
+        )
         found = [
             [
-                "-" if cell.num_draft_tokens is None else str(cell.num_draft_tokens), str(cell.prompt_tokens),
-                str(cell.batch_size), *(decimal(time) for time in cell.columns), decimal(cell.tokens_per_round),
-                share(cell.other_share), share(cell.copy_share),
+                "-" if cell.num_draft_tokens is None else str(cell.num_draft_tokens),
+                str(cell.prompt_tokens),
+                str(cell.batch_size),
+                *(decimal(time) for time in cell.columns),
+                decimal(cell.tokens_per_round),
+                share(cell.other_share),
+                share(cell.copy_share),
             ]
             for cell in results
-        ]  # fmt: skip
+        ]
         title = "ms/token of a completion, prompt included; generate and assisted are transformers'"
         meaning = "other: of a round, outside both models; copy: time to copy the weights, over a plain step's"
         return ResultTable((title, meaning), headings, found)

@@ -40,10 +40,14 @@ def _layout(described: Mapping[str, Any]) -> Found | None:
     if described.get("bnb_4bit_quant_storage") is not None:
         wanted["bnb_4bit_quant_storage"] = "uint8"
     return [*tools.differences(described, wanted)] or PackedLayout(
-        name=f"bitsandbytes {kind}", storage=kind, block=(1, NF4_GROUP), group=NF4_GROUP, weight="weight",
+        name=f"bitsandbytes {kind}",
+        storage=kind,
+        block=(1, NF4_GROUP),
+        group=NF4_GROUP,
+        weight="weight",
         scale="weight.absmax",
         others=("weight.quant_map", "weight.nested_absmax", "weight.nested_quant_map", f"{BNB_STATE}{kind}"),
-    )  # fmt: skip
+    )
 
 
 def _read_bytes(rows: int, packed: int, unquantized: int, _slowdown: Mapping[str, float]) -> float:
@@ -65,9 +69,13 @@ NF4 = StorageFormat(
     change_weight=5,
 )
 FP4 = replace(
-    NF4, name="fp4", order=6, kernel="llama_ssp.extensions.bitsandbytes.linear:fp4_linear",
-    files=Files(reader=NF4.files.reader), change_weight=None,
-)  # fmt: skip
+    NF4,
+    name="fp4",
+    order=6,
+    kernel="llama_ssp.extensions.bitsandbytes.linear:fp4_linear",
+    files=Files(reader=NF4.files.reader),
+    change_weight=None,
+)
 INT8 = StorageFormat(
     name="int8",
     order=1,

@@ -77,12 +77,12 @@ class NgramDrafter:
         if self._history:
             self._history.forget()
 
-    def prefill(self, prompts: Prompts, *, rows: Sequence[int], buckets: Buckets) -> None:  # noqa: ARG002
+    def prefill(self, prompts: Prompts, *, rows: Sequence[int], buckets: Buckets) -> None:
         """Keep the prompts for other rows; each row's own is read from the batch itself."""
         if self._history:
             self._history.begin(prompts, rows)
 
-    def propose(self, rows: Rows, *, num_tokens: int, uniforms_BKP: Tensor, bucket: int, num_unread: int = 2) -> Draft:  # noqa: ARG002
+    def propose(self, rows: Rows, *, num_tokens: int, uniforms_BKP: Tensor, bucket: int, num_unread: int = 2) -> Draft:
         """Copy K tokens, or a tree; see `Drafter.propose`. It reads all slots, so one trace serves every bucket."""
         tokens_BS, lengths_B1 = rows.tokens_BS, rows.lengths_B[:, None]
         matches_BS = self._matches(tokens_BS, lengths_B1)
@@ -108,9 +108,15 @@ class NgramDrafter:
         return Draft(ids_BK)
 
     def _draft_tree(
-        self, tree: Tree, tokens_RS: Tensor, lengths_R1: Tensor, matches_RS: Tensor, period_R1: Tensor,
-        *, forced_BK: Tensor,
-    ) -> Tensor:  # fmt: skip
+        self,
+        tree: Tree,
+        tokens_RS: Tensor,
+        lengths_R1: Tensor,
+        matches_RS: Tensor,
+        period_R1: Tensor,
+        *,
+        forced_BK: Tensor,
+    ) -> Tensor:
         """Return the ids (B, N) of trees from the rows and matches of their roots; first children may be forced.
 
         Each node has a row of its own: its text and its path. `period_R1` is how far before the end its copy goes on.

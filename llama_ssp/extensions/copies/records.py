@@ -89,7 +89,15 @@ def _of_library(draft: Any, num_draft_tokens: int) -> dict[str, object]:  # noqa
 
 # Copies what followed the last tokens where they stood before. Source: Saxena 2023, "Prompt Lookup Decoding".
 NGRAM = DrafterRecord(
-    name="ngram", make="llama_ssp.extensions.copies.drafter:NgramDrafter", config=NgramConfig, has_trees=True,
-    prepare="llama_ssp.extensions.copies.corpus:read_corpus", ranges=_RANGES, problems=_problems, terms=_terms,
-    step_name="search of copies", alone=lambda draft: replace(draft, history=0), of_library=_of_library,
-)  # fmt: skip
+    name="ngram",
+    make="llama_ssp.extensions.copies.drafter:NgramDrafter",
+    config=NgramConfig,
+    has_trees=True,
+    prepare="llama_ssp.extensions.copies.corpus:read_corpus",
+    ranges=_RANGES,
+    problems=_problems,
+    terms=_terms,
+    step_name="search of copies",
+    alone=lambda draft: replace(draft, history=0),
+    of_library=_of_library,
+)

@@ -48,9 +48,18 @@ class TokenPlaces(NamedTuple):
 
 
 def by_torch(  # noqa: PLR0913, PLR0917 - the arguments of an operator
-    qkv: Tensor, turns_S1P: Tensor, positions_BT: Tensor, slots_M: Tensor, cache_2NSW: Tensor, own_slots_BT: Tensor,
-    sees_BTA: Tensor, num_heads: int, scale: float, window: int, rows: KeptRows | None = None,
-) -> Tensor:  # fmt: skip
+    qkv: Tensor,
+    turns_S1P: Tensor,
+    positions_BT: Tensor,
+    slots_M: Tensor,
+    cache_2NSW: Tensor,
+    own_slots_BT: Tensor,
+    sees_BTA: Tensor,
+    num_heads: int,
+    scale: float,
+    window: int,
+    rows: KeptRows | None = None,
+) -> Tensor:
     """The reference of `Attention`, in any number format: row by row, the cache written first."""
     num_kv, rows = cache_2NSW.shape[0] // 2, rows or KeptRows(qkv.dtype)
     qkv_MXD = qkv.view(len(slots_M), num_heads + 2 * num_kv, -1)
@@ -90,9 +99,15 @@ def find_attention(head_dim: int, rows: KeptRows = SINGLES) -> Attention | None:
         return None
     return find_operator(
         f"attention_{rows.kind}_{head_dim}({SIGNATURE}",
-        "attention", rows.kind, head_dim, entry="attend", shared=("place", "units"), needs=ATTENTION_NEEDS,
-        check=partial(_check, rows, head_dim), instead="without compiled attention",
-    )  # fmt: skip
+        "attention",
+        rows.kind,
+        head_dim,
+        entry="attend",
+        shared=("place", "units"),
+        needs=ATTENTION_NEEDS,
+        check=partial(_check, rows, head_dim),
+        instead="without compiled attention",
+    )
 
 
 def _check(rows: KeptRows, head_dim: int, attention: Attention) -> None:

@@ -75,9 +75,15 @@ class CompiledAttention:
         self._sees_all = ALL  # traces find the tensors that runners hold
 
     def of_forward(
-        self, freqs_cis_S1P: Tensor, positions_BT: Tensor, view: CacheView, *,
-        tree: TreePlaces | None, seen_BT: Tensor | None, windows: Sequence[int | None],
-    ) -> dict[int | None, LayerAttention]:  # fmt: skip
+        self,
+        freqs_cis_S1P: Tensor,
+        positions_BT: Tensor,
+        view: CacheView,
+        *,
+        tree: TreePlaces | None,
+        seen_BT: Tensor | None,
+        windows: Sequence[int | None],
+    ) -> dict[int | None, LayerAttention]:
         """The attention of one forward, by window."""
         positions_BT = positions_BT.contiguous()
         slots_BT = tree.slots_BT.contiguous() if tree else positions_BT

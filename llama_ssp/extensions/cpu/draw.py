@@ -30,5 +30,9 @@ def find_draw() -> Operator | None:
 
     return find_operator(
         "draw(Tensor weights, Tensor uniforms, float units, int tokens_of_a_block) -> Tensor",
-        "draw", entry="draw", needs=COMPILED_DRAW_NEEDS, check=check, instead="with a draw of twenty operators",
-    )  # fmt: skip
+        "draw",
+        entry="draw",
+        needs=COMPILED_DRAW_NEEDS,
+        check=check,
+        instead="with a draw of twenty operators",
+    )

@@ -74,6 +74,8 @@ def _of_machine(models: list[ModelConfig]) -> Iterator[str]:
 
 
 ABILITY = Ability(
-    name="a CPU without equal bits", has=lacking,
-    clashes={"equal bits": "{reproducible} needs {lacking}"}, words=lambda config: {"lacking": lacking(config)},
-)  # fmt: skip
+    name="a CPU without equal bits",
+    has=lacking,
+    clashes={"equal bits": "{reproducible} needs {lacking}"},
+    words=lambda config: {"lacking": lacking(config)},
+)

@@ -39,9 +39,15 @@ def _operator_of(kept: KeptRows, rank: int, rotary: int) -> Operator | None:
     return find_operator(
         f"latents_{kept.kind}_{rank}_{rotary}(Tensor queries, Tensor latents, Tensor rotary, Tensor mask, "
         "int row_bytes, int slot_bytes, int num_slots, float scale) -> Tensor",
-        "latents", kept.kind, rank, rotary, entry="attend_latents", needs=ATTENTION_NEEDS,
-        check=partial(_check, kept, rank, rotary), instead="without compiled attention to latents",
-    )  # fmt: skip
+        "latents",
+        kept.kind,
+        rank,
+        rotary,
+        entry="attend_latents",
+        needs=ATTENTION_NEEDS,
+        check=partial(_check, kept, rank, rotary),
+        instead="without compiled attention to latents",
+    )
 
 
 def _attend(  # noqa: PLR0917 - the arguments of a `LatentAttention`
@@ -54,9 +60,15 @@ def _attend(  # noqa: PLR0917 - the arguments of a `LatentAttention`
         mask_BTS = functional.pad(mask_BTS, (0, missing), value=float("-inf"))
     row_bytes, slot_bytes = (latents_BSW.stride(dim) * latents_BSW.itemsize for dim in (0, 1))
     attended_QR = operator(
-        queries_BHTD.flatten(1, 2).float(), latents_BSW, rotary_BSW, mask_BTS.contiguous(), row_bytes, slot_bytes,
-        num_slots, scale,
-    )  # fmt: skip
+        queries_BHTD.flatten(1, 2).float(),
+        latents_BSW,
+        rotary_BSW,
+        mask_BTS.contiguous(),
+        row_bytes,
+        slot_bytes,
+        num_slots,
+        scale,
+    )
     return attended_QR.view(batch_size, num_heads, num_positions, -1).to(queries_BHTD.dtype)
 
 

@@ -50,18 +50,35 @@ class CompiledLayers:
         self._least_squares = _least_squares(layers[0])
 
     def compute(
-        self, x_ME: Tensor, place: TokenPlaces, caches: Sequence[Tensor], *, first: int, num_heads: int, scale: float,
+        self,
+        x_ME: Tensor,
+        place: TokenPlaces,
+        caches: Sequence[Tensor],
+        *,
+        first: int,
+        num_heads: int,
+        scale: float,
         window: int,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """The residual stream after as many layers as there are caches; writes keys and values of the tokens.
 
         `first` is the number of the first one, whose cache `place` has too.
         """
         layers = self._weights[first - self.first :][: len(caches)]
         return self._operator(
-            x_ME, place.turns_S1P, place.positions_BT, place.slots_M, place.own_slots_BT, place.sees_BTA, caches,
-            [*chain.from_iterable(layers)], *self._least_squares, num_heads, scale, window,
-        )  # fmt: skip
+            x_ME,
+            place.turns_S1P,
+            place.positions_BT,
+            place.slots_M,
+            place.own_slots_BT,
+            place.sees_BTA,
+            caches,
+            [*chain.from_iterable(layers)],
+            *self._least_squares,
+            num_heads,
+            scale,
+            window,
+        )
 
     def __call__(self, x_ME: Tensor, attend: "LayerOperator", numbers: range, heads: Heads) -> Tensor:
         """The residual stream after layers of these numbers, by the attention of one forward."""
@@ -113,9 +130,14 @@ def _operator_of(product: Product, rows: KeptRows, head_dim: int, attention: Att
     return find_operator(
         f"layers_{product.kind}_{rows.kind}_{head_dim}({tensors}, Tensor(a!)[] caches, Tensor[] operands, "
         "float least_qkv, float least_gated, int num_heads, float scale, int window) -> Tensor",
-        "layer", product, rows.kind, head_dim, entry="layers",
-        check=partial(_check, product, rows, head_dim, attention), instead="with an operator for each part of a layer",
-    )  # fmt: skip
+        "layer",
+        product,
+        rows.kind,
+        head_dim,
+        entry="layers",
+        check=partial(_check, product, rows, head_dim, attention),
+        instead="with an operator for each part of a layer",
+    )
 
 
 def _check(product: Product, rows: KeptRows, head_dim: int, attention: Attention, operator: Operator) -> None:

@@ -37,9 +37,14 @@ def product_of(product: Product) -> Operator | None:
     return find_operator(
         f"product_{product.kind}(Tensor x, Tensor weights, Tensor scales, Tensor bias, Tensor residual, Tensor norm, "
         "float least_square, bool gates) -> Tensor",
-        "linear", product, entry="product", shared=("part",), needs=product.needs,
-        check=partial(_check, product), instead="without compiled kernels for quantized weights",
-    )  # fmt: skip
+        "linear",
+        product,
+        entry="product",
+        shared=("part",),
+        needs=product.needs,
+        check=partial(_check, product),
+        instead="without compiled kernels for quantized weights",
+    )
 
 
 def _check(product: Product, operator: Operator) -> None:

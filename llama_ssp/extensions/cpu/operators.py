@@ -18,10 +18,15 @@ _library = torch.library.Library("llama_ssp", "FRAGMENT")
 
 
 def find_operator(
-    signature: str, emitter: str, *kinds: str | int | Product,
-    entry: str, shared: tuple[str, ...] = (), needs: tuple[str, ...] = (),
-    check: Callable[[Operator], None], instead: str,
-) -> Operator | None:  # fmt: skip
+    signature: str,
+    emitter: str,
+    *kinds: str | int | Product,
+    entry: str,
+    shared: tuple[str, ...] = (),
+    needs: tuple[str, ...] = (),
+    check: Callable[[Operator], None],
+    instead: str,
+) -> Operator | None:
     """Compile an operator, and hold it to its reference; None where this CPU cannot have it.
 
     A CPU without the instructions is silent. Without llvmlite, or if the operator does not work, a warning says so.
@@ -38,7 +43,7 @@ def find_operator(
     """
     name = signature.partition("(")[0]
     try:
-        from llama_ssp.extensions.cpu.code import compiled  # noqa: PLC0415 - imports LLVM
+        from llama_ssp.extensions.cpu.code import compiled
 
         if not has_features(needs):
             return None

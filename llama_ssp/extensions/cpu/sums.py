@@ -13,8 +13,13 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-_ARGUMENTS = {"all_reduce": "", "all_gather_last": "int[] sizes, ", "broadcast": "int src, ", "send": "int dst, ",
-              "receive": "int src, "}  # fmt: skip
+_ARGUMENTS = {
+    "all_reduce": "",
+    "all_gather_last": "int[] sizes, ",
+    "broadcast": "int src, ",
+    "send": "int dst, ",
+    "receive": "int src, ",
+}
 """The collectives, and their arguments after the values."""
 _library = torch.library.Library("llama_ssp", "DEF")
 _groups: WeakValueDictionary[int, Any] = WeakValueDictionary()

@@ -63,9 +63,13 @@ class Traced(Generic[_Result]):
         self.failed = False
 
     def __call__(
-        self, function: Callable[..., _Result], key: Hashable, *arguments: Tensor, bucket: int = 0,
+        self,
+        function: Callable[..., _Result],
+        key: Hashable,
+        *arguments: Tensor,
+        bucket: int = 0,
         version: Hashable = None,
-    ) -> _Result:  # fmt: skip
+    ) -> _Result:
         """Call a function with its arguments; `key` is everything that decides which operators run.
 
         `bucket` is the number of cache slots to read; `version` differs whenever an object has replaced its tensors.
@@ -129,8 +133,13 @@ class Traced(Generic[_Result]):
                 graph = _on_short_stack(
                     torch._C._create_graph_by_tracing,
                     lambda *tensors: function(*tensors[: len(arguments)]),
-                    inputs, lambda _: "", True, False, self._weights, names,
-                )  # fmt: skip
+                    inputs,
+                    lambda _: "",
+                    True,
+                    False,
+                    self._weights,
+                    names,
+                )
                 _check_constants(graph)
                 torch._C._jit_pass_constant_pooling(graph)  # type: ignore[attr-defined]  # frees two thirds of its nodes
                 replay = torch._C._create_function_from_graph("replay", graph)

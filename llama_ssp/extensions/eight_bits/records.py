@@ -37,18 +37,26 @@ def _layout(described: Mapping[str, Any]) -> Found | None:
         if said.block not in _PER_OUTPUT:
             problems.append(f"strategy {shown(said.weights.get('strategy'))}")
         return problems or PackedLayout(
-            name="compressed-tensors int8", storage=_BY_OUTPUTS, block=said.block or _PER_OUTPUT[0],
-            scale="weight_scale", weight="weight_packed" if said.form == "packed bytes" else "weight",
+            name="compressed-tensors int8",
+            storage=_BY_OUTPUTS,
+            block=said.block or _PER_OUTPUT[0],
+            scale="weight_scale",
+            weight="weight_packed" if said.form == "packed bytes" else "weight",
             others=("weight_shape", *tools.OF_ACTIVATIONS),
-        )  # fmt: skip
+        )
     if described.get("quant_method") == tools.BITSANDBYTES and described.get("load_in_8bit") is True:
         wanted = {"load_in_4bit": False}
         return [*tools.differences(wanted | {**described}, wanted)] or PackedLayout(
-            name="bitsandbytes int8", storage=_BY_OUTPUTS, block=(1, None), weight="weight", scale="SCB",
-            others=(BNB_FORM,), steps=127,
-        )  # fmt: skip
+            name="bitsandbytes int8",
+            storage=_BY_OUTPUTS,
+            block=(1, None),
+            weight="weight",
+            scale="SCB",
+            others=(BNB_FORM,),
+            steps=127,
+        )
     described, problems = tools.of_auto_round(described)
-    if described.get("quant_method") != tools.GPTQ or described.get("bits") != 8:  # noqa: PLR2004 - a byte
+    if described.get("quant_method") != tools.GPTQ or described.get("bits") != 8:
         return None
     found = tools.gptq(described, problems, {"sym": True, "desc_act": False}, storage=_BY_GROUPS, name="gptq int8")
     if isinstance(found, PackedLayout) and found.block[1] is None:
@@ -65,7 +73,9 @@ INT8_WEIGHT_ONLY = StorageFormat(
     packing=Packing(weight_bytes=1, row_bytes=WORD_BYTES),
     cost=OF_FEW_ROWS,
     files=replace(
-        _FILES, layout=_layout, counted_bits=8,
+        _FILES,
+        layout=_layout,
+        counted_bits=8,
         reads="int8 with a scale per output or matrix (compressed-tensors int-quantized, pack-quantized; bitsandbytes) "
         "or per group without zeros (gptq)",
     ),
@@ -74,7 +84,7 @@ INT8_WEIGHT_ONLY = StorageFormat(
     one_gpu_per_rank=True,
     has_published_times=True,
     change_weight=3,
-)  # fmt: skip
+)
 INT8_GROUPS = StorageFormat(  # a scale per group; every product unpacks the matrix
     name=_BY_GROUPS,
     order=9,
@@ -109,9 +119,14 @@ def _in_blocks(block: Block | None, problems: list[str], *, name: str) -> Found:
     if block is None or (block[1] or FP8_GROUP) % FP8_GROUP:
         problems = [*problems, f"blocks of {shown(block and block[1])} inputs"]
     return problems or PackedLayout(
-        name=name, storage=_FP8, block=block or (None, None), weight="weight",
-        group=FP8_GROUP if block and block[1] else 0, scale="weight_scale", others=tools.OF_ACTIVATIONS,
-    )  # fmt: skip
+        name=name,
+        storage=_FP8,
+        block=block or (None, None),
+        weight="weight",
+        group=FP8_GROUP if block and block[1] else 0,
+        scale="weight_scale",
+        others=tools.OF_ACTIVATIONS,
+    )
 
 
 FP8_WEIGHT_ONLY = StorageFormat(

@@ -83,9 +83,16 @@ class LawSums:
         self._of_rounds_G = torch.tensor(of_rounds, device=device)
 
     def add(
-        self, next_B1: Tensor, target_BV: Tensor, draft_BV: Tensor, *, newest_BN: Tensor, roles_B: Tensor,
-        forgetful_BV: Tensor | None = None, stated_BV: Tensor | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        next_B1: Tensor,
+        target_BV: Tensor,
+        draft_BV: Tensor,
+        *,
+        newest_BN: Tensor,
+        roles_B: Tensor,
+        forgetful_BV: Tensor | None = None,
+        stated_BV: Tensor | None = None,
+    ) -> None:
         """Add a token of each row, from both models' probabilities of all that could stand there.
 
         A draft without probabilities has 1 at the token that it proposes. `newest_BN` are the tokens before, and
@@ -101,9 +108,12 @@ class LawSums:
         ids_BA, is_drafted_B1 = laws.ids_BA, (roles_B1 == Role.accepted) | (roles_B1 == Role.resampled)
         counts_BG, moved_BG = self._having(roles_B1, is_drafted_B1)
         scores_BFA = _scores(
-            laws, is_newest_BA=(ids_BA[..., None] == newest_BN[:, None]).any(-1), drift_B1=self._drift_B1,
-            is_first_B1=is_drafted_B1 & (self._depth_B1 == 0), counts_BG=counts_BG,
-        )  # fmt: skip
+            laws,
+            is_newest_BA=(ids_BA[..., None] == newest_BN[:, None]).any(-1),
+            drift_B1=self._drift_B1,
+            is_first_B1=is_drafted_B1 & (self._depth_B1 == 0),
+            counts_BG=counts_BG,
+        )
         ratios_BEA = _ratios(laws.residuals_BEA, laws.rest_BA)
         # The first one that fits, and the last fits all tokens.
         symbol_B1 = pad(ids_BA == next_B1, (0, 1), value=True).int().argmax(1, keepdim=True)
@@ -190,9 +200,15 @@ class LawSums:
         of_sibling_BV = _with_rejected_sibling(accepted_BV, rest_BV, draft_BV)
         of_texts += [_symbols(others_BV, ids_BA) for others_BV in (of_sibling_BV, forgetful_BV, draft_BV)]
         return _Laws(
-            ids_BA, target_BA, of_texts[-1], _symbols(accepted_BV, ids_BA) / weight_B1, rest_BA,
-            stated_BA / stated_BA.sum(1, keepdim=True), torch.stack(of_texts, dim=1), torch.stack(residuals, dim=1),
-        )  # fmt: skip
+            ids_BA,
+            target_BA,
+            of_texts[-1],
+            _symbols(accepted_BV, ids_BA) / weight_B1,
+            rest_BA,
+            stated_BA / stated_BA.sum(1, keepdim=True),
+            torch.stack(of_texts, dim=1),
+            torch.stack(residuals, dim=1),
+        )
 
 
 def _symbols(weights_BV: Tensor, ids_BA: Tensor) -> Tensor:
@@ -281,9 +297,15 @@ def _scores(laws: _Laws, *, is_newest_BA: Tensor, drift_B1: Tensor, is_first_B1:
     is_newest_BA = pad(is_newest_BA.to(target_BA.dtype), (0, 1))
     places_BA = _places(target_BA)
     others = [
-        log_target_BA - log_draft_BA, log_draft_BA, acceptance_BA, -log_target_BA, is_newest_BA, places_BA,
-        places_BA * drift_B1.clamp(-1, 1), places_BA * is_first_B1,
-    ]  # fmt: skip
+        log_target_BA - log_draft_BA,
+        log_draft_BA,
+        acceptance_BA,
+        -log_target_BA,
+        is_newest_BA,
+        places_BA,
+        places_BA * drift_B1.clamp(-1, 1),
+        places_BA * is_first_B1,
+    ]
     of_faults_BGA = _ratios(laws.of_texts_BGA, target_BA) * counts_BG[..., None]
     return torch.cat([of_faults_BGA, torch.stack(others, dim=1)], dim=1)
 

@@ -35,9 +35,15 @@ FAULTS = {
 RESIDUALS = (*FAULTS,)[:4]
 TEXT_SCORES = (
     *FAULTS,
-    "log target minus log draft", "log draft", "acceptance", "surprise", "repeated token", "place in the vocabulary",
-    "drift of places", "place of the first token of a round",
-)  # fmt: skip
+    "log target minus log draft",
+    "log draft",
+    "acceptance",
+    "surprise",
+    "repeated token",
+    "place in the vocabulary",
+    "drift of places",
+    "place of the first token of a round",
+)
 SCORES = (*TEXT_SCORES, *(f"after a rejection, {fault}" for fault in RESIDUALS))
 _LEAST_VARIANCE = 1.0
 """Rounding may turn a few tokens, also where the target is certain of all of them."""

@@ -89,10 +89,18 @@ class Scorer:
     """
 
     def __init__(
-        self, target: Runner, log_probs: Law, *, batch_size: int, longest: int, num_positions: int,
-        drafter: Drafter | None = None, reports: bool = True, taps: Taps | None = None,
+        self,
+        target: Runner,
+        log_probs: Law,
+        *,
+        batch_size: int,
+        longest: int,
+        num_positions: int,
+        drafter: Drafter | None = None,
+        reports: bool = True,
+        taps: Taps | None = None,
         rounds: Rounds = ANY_ROUNDS,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._target, self._log_probs = target, log_probs
         self._drafter, self._reports, self._taps = drafter, reports, taps
         self._rounds, self.expected_V = rounds, torch.zeros(1, dtype=torch.float64, device=target.device)
@@ -146,12 +154,14 @@ class Scorer:
                         drafted_BV = self._draft(drafter, tokens_BS, place, first=length, vocab_size=vocab_size)
                     if law:
                         law.add(
-                            next_B1, log_probs_BV.exp(), log_probs_BV.exp() if drafted_BV is None else drafted_BV,
+                            next_B1,
+                            log_probs_BV.exp(),
+                            log_probs_BV.exp() if drafted_BV is None else drafted_BV,
                             roles_B=roles_BT[:, place - length],
                             newest_BN=tokens_BS[:, max(0, place - NUM_NEWEST) : place],
                             forgetful_BV=None if forgetful_BV is None else forgetful_BV.exp(),
                             stated_BV=None if stated_BV is None else stated_BV.exp(),
-                        )  # fmt: skip
+                        )
             sums = law.of_texts() if law else [None] * len(batch)
             numbers = (torch.cat(one, dim=1).tolist() for one in (values, means))
             found = zip(*numbers, batch, sums, strict=False)
@@ -236,9 +246,13 @@ def _rows(tokens_BS: Tensor, length: int, *, num_given: int) -> Rows:
 
 @torch.inference_mode()
 def score(
-    session: Session, texts: Sequence[SampledText], *, rounds: Rounds, sampling: SamplingConfig | None = None,
+    session: Session,
+    texts: Sequence[SampledText],
+    *,
+    rounds: Rounds,
+    sampling: SamplingConfig | None = None,
     expected: dict[int, float] | None = None,
-) -> list[TextScore]:  # fmt: skip
+) -> list[TextScore]:
     """Return the scores of every text, the same on every rank; none for no texts.
 
     Texts with roles have sums; without a draft, the sums that need none. `sampling` is by default the run's. Every rank
@@ -255,11 +269,16 @@ def score(
     scorer = None
     if texts and (mesh.target or drafter):
         scorer = Scorer(
-            session.models.target, log_probs_of(config.sampling), batch_size=config.batch_size,
+            session.models.target,
+            log_probs_of(config.sampling),
+            batch_size=config.batch_size,
             longest=max(len(text.prompt_ids) + len(text.token_ids) for text in texts),
-            num_positions=config.most_draft_tokens + 1, drafter=drafter, reports=is_reporting,
-            taps=taps if drafter else None, rounds=rounds,
-        )  # fmt: skip
+            num_positions=config.most_draft_tokens + 1,
+            drafter=drafter,
+            reports=is_reporting,
+            taps=taps if drafter else None,
+            rounds=rounds,
+        )
     found: list[tuple[int, TextScore]] = []
     paces, stopped = {_SCORED: Pace(num_total=len(share))}, False
     with session.terminal.decoding(
@@ -297,7 +316,6 @@ def _drafter(session: Session, config: RunConfig, taps: Taps | None) -> Drafter:
     config = replace(config, speculation=replace(config.speculation, overlap=False, tree=None))
     config = replace(config, draft=drafter_of(config.draft).alone(config.draft))  # a score depends on no other text
     drafter, *_ = make_drafters(
-        config, mesh=models.mesh, target=models.target, runner=models.draft, taps=taps,
-        prepared=models.prepared,
-    )  # fmt: skip
+        config, mesh=models.mesh, target=models.target, runner=models.draft, taps=taps, prepared=models.prepared
+    )
     return drafter

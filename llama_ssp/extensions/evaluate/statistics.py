@@ -87,7 +87,7 @@ class PairedGroup(NamedTuple):
 
 def swaps(groups: Sequence[PairedGroup], *, num_swaps: int, seed: int) -> "list[Array]":
     """Draw random swaps of the pairs of each group: (S, N) with -1 for a swapped pair, else 1."""
-    import numpy as np  # noqa: PLC0415 - slow to import
+    import numpy as np
 
     draw, sizes = random.Random(seed), [len(group.differences) for group in groups]
     bits = [[draw.getrandbits(size) for size in sizes] for _ in range(num_swaps)]
@@ -132,7 +132,7 @@ def _symbols(column: Sequence[tuple[Hashable, Hashable]], *, least: int = 1) -> 
 
     Rare symbols are merged into the last one, which depends on both samples together and so on no swap.
     """
-    import numpy as np  # noqa: PLC0415 - slow to import
+    import numpy as np
 
     counts = Counter(chain.from_iterable(column))
     kept = [symbol for symbol, num in counts.items() if num >= least]

@@ -53,10 +53,17 @@ def evaluate(session: Session, requests: list[PromptRequest]) -> None:
         log_probs = {tuple(key): found.log_probs for (key, *_), found in zip(lines, scores, strict=True)}
         sums = [found.sums for found in scores if found.sums]
         apart = variation_from_warpers(config.sampling, session.world.device) if suite.needs_sums else 0.0
-        evaluation = suite.judge(Evidence(
-            config=config, pairs=pairs, log_probs=log_probs, sums=sums, apart=apart, out_of_reach=[*_hidden(session)],
-            is_reproducible=session.is_reproducible,
-        ))  # fmt: skip
+        evaluation = suite.judge(
+            Evidence(
+                config=config,
+                pairs=pairs,
+                log_probs=log_probs,
+                sums=sums,
+                apart=apart,
+                out_of_reach=[*_hidden(session)],
+                is_reproducible=session.is_reproducible,
+            )
+        )
     session.judge(evaluation, has_gate=task.gate)
 
 
@@ -82,6 +89,9 @@ def rounds_of(config: RunConfig, *, has_head: bool) -> Rounds:
     exact, models = (Dtype.fp32, NO_QUANTIZATION, OWN_DTYPE), filter(None, (config.model, draft.model))
     is_exact = all((model.dtype, model.quantization, model.cache_dtype) == exact for model in models)
     return Rounds(
-        rule=rule, widths=tree.widths if tree else (), penalizes=config.sampling.penalizes, num_known=num_known,
+        rule=rule,
+        widths=tree.widths if tree else (),
+        penalizes=config.sampling.penalizes,
+        num_known=num_known,
         sees_rejections=rule in {DEFAULT, BLOCK} and not tree and num_known > 1 and is_exact,
-    )  # fmt: skip
+    )

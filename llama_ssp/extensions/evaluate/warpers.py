@@ -27,8 +27,10 @@ def variation_from_warpers(sampling: SamplingConfig, device: torch.device) -> fl
     logits_BV = logits_BV.to(device, dtype)
     warpers = LogitsProcessorList([TemperatureLogitsWarper(sampling.temperature)])
     filters: list[tuple[type[Any], float | None]] = [
-        (TopKLogitsWarper, sampling.top_k), (TopPLogitsWarper, sampling.top_p), (MinPLogitsWarper, sampling.min_p),
-    ]  # fmt: skip
+        (TopKLogitsWarper, sampling.top_k),
+        (TopPLogitsWarper, sampling.top_p),
+        (MinPLogitsWarper, sampling.min_p),
+    ]
     warpers.extend(warper(value) for warper, value in filters if value is not None)
     no_ids = cast("torch.LongTensor", torch.zeros(1, 1, dtype=torch.long, device=device))
     wanted_BV = warpers(no_ids, cast("torch.FloatTensor", logits_BV.clone())).softmax(-1)

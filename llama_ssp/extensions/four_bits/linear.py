@@ -28,7 +28,7 @@ class _Int4WeightOnly(WeightOnlyLinear):
         else:
             self._write(codes_OI[outputs], words_GO[:, outputs].t(), outputs, into_CI)
 
-    def _write(self, codes_CI: Tensor, words_CG: Tensor, outputs: slice, into_CI: Tensor) -> None:  # noqa: ARG002
+    def _write(self, codes_CI: Tensor, words_CG: Tensor, outputs: slice, into_CI: Tensor) -> None:
         groups = into_CI.unflatten(1, (words_CG.shape[1], 2, -1))
         first, last = byte_rows.unpack_codes(codes_CI.unflatten(1, (words_CG.shape[1], -1)))
         groups[:, :, 0].copy_(first)

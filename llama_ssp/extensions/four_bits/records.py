@@ -29,23 +29,38 @@ _NAME = "int4_weight_only"
 def _layout(described: Mapping[str, Any]) -> Found | None:
     if (said := tools.compressed(described)) and said.form == "pack-quantized":
         return tools.in_groups(
-            said.block, said.weights, said.problems, storage=_NAME, name="compressed-tensors int4",
-            weight="weight_packed", scale="weight_scale", zero="weight_zero_point", order="weight_g_idx",
+            said.block,
+            said.weights,
+            said.problems,
+            storage=_NAME,
+            name="compressed-tensors int4",
+            weight="weight_packed",
+            scale="weight_scale",
+            zero="weight_zero_point",
+            order="weight_g_idx",
             others=("weight_shape", *tools.OF_ACTIVATIONS),
             is_scattered=said.weights.get("actorder") in tools.SCATTERED,
-        )  # fmt: skip
+        )
     described, problems = tools.of_auto_round(described)
     match described.get("quant_method"):
-        case tools.GPTQ if described.get("bits") != 8:  # noqa: PLR2004 - a byte
+        case tools.GPTQ if described.get("bits") != 8:
             return tools.gptq(described, problems, {"bits": 4}, storage=_NAME, name="gptq int4")
         case tools.AWQ:
             version = described.get("version") or "gemm"
             problems += tools.differences(described, {"bits": 4, "zero_point": True})
             problems += [] if str(version).lower() == "gemm" else [f"version {shown(version)}"]
             return tools.in_groups(
-                tools.grouped(described.get("group_size")), described, problems, storage=_NAME, name="awq int4",
-                weight="qweight", scale="scales", zero="qzeros", has_inputs_first=True, joins_outputs=True,
-            )  # fmt: skip
+                tools.grouped(described.get("group_size")),
+                described,
+                problems,
+                storage=_NAME,
+                name="awq int4",
+                weight="qweight",
+                scale="scales",
+                zero="qzeros",
+                has_inputs_first=True,
+                joins_outputs=True,
+            )
         case _:
             return None
 
@@ -58,7 +73,9 @@ INT4_WEIGHT_ONLY = StorageFormat(
     packing=Packing(weight_bytes=0.5, groups=INT4_GROUPS),
     cost=replace(OF_FEW_ROWS, loading_copies=4),  # codes are bytes on the way
     files=Files(
-        layout=_layout, reader="llama_ssp.extensions.four_bits.files:Int4Tensor", counted_bits=4,
+        layout=_layout,
+        reader="llama_ssp.extensions.four_bits.files:Int4Tensor",
+        counted_bits=4,
         reads="int4 in groups of 32 inputs or a multiple (compressed-tensors pack-quantized, gptq, awq gemm, "
         "auto-round)",
     ),
@@ -67,7 +84,7 @@ INT4_WEIGHT_ONLY = StorageFormat(
     one_gpu_per_rank=True,
     has_published_times=True,
     change_weight=5,
-)  # fmt: skip
+)
 _SCALED = {"mxfp4": 32, "nvfp4": 16}
 """Inputs that share a scale."""
 
@@ -76,9 +93,14 @@ def _fp4_layout(described: Mapping[str, Any]) -> Found | None:
     said = tools.compressed(described)
     if said and (storage := said.form.removesuffix("-pack-quantized")) in _SCALED:
         return _scaled(
-            said.block, said.problems, storage=storage, name=f"compressed-tensors {storage}", weight="weight_packed",
-            factor="weight_global_scale" if storage == "nvfp4" else "", divides=True,
-        )  # fmt: skip
+            said.block,
+            said.problems,
+            storage=storage,
+            name=f"compressed-tensors {storage}",
+            weight="weight_packed",
+            factor="weight_global_scale" if storage == "nvfp4" else "",
+            divides=True,
+        )
     if described.get("quant_method") == "mxfp4":
         return _scaled((1, 32), [], storage="mxfp4", name="mxfp4", weight="_blocks", scale="_scales", joint="")
     if described.get("quant_method") != tools.MODELOPT or described.get("quant_algo") == "FP8":
@@ -87,9 +109,13 @@ def _fp4_layout(described: Mapping[str, Any]) -> Found | None:
     if (algorithm := described.get("quant_algo")) != "NVFP4" or len(weights) > 1:
         return [f"quant_algo {shown(algorithm)} with {len(weights)} config_groups"]
     return _scaled(
-        tools.grouped(tools.field_of(weights[0], "group_size")), [], storage="nvfp4", name="modelopt nvfp4",
-        weight="weight", factor="weight_scale_2",
-    )  # fmt: skip
+        tools.grouped(tools.field_of(weights[0], "group_size")),
+        [],
+        storage="nvfp4",
+        name="modelopt nvfp4",
+        weight="weight",
+        factor="weight_scale_2",
+    )
 
 
 def _scaled(
@@ -121,8 +147,11 @@ MXFP4 = StorageFormat(
 
 
 NVFP4 = replace(
-    MXFP4, name="nvfp4", order=8, kernel="llama_ssp.extensions.four_bits.linear:nvfp4_linear",
+    MXFP4,
+    name="nvfp4",
+    order=8,
+    kernel="llama_ssp.extensions.four_bits.linear:nvfp4_linear",
     packing=replace(MXFP4.packing, word_bytes=2),
     files=replace(_FILES, reads="NVFP4 (compressed-tensors, modelopt)", stored_kind="F8_E4M3"),
     compiled=MXFP4.product._replace(kind="nvfp4", scaled=_SCALED["nvfp4"], scale_dtype="float8_e4m3fn"),
-)  # fmt: skip
+)

@@ -21,9 +21,14 @@ def find_ours(torch_s: VarlenAttention, heads: Heads, **how: Any) -> VarlenAtten
 
 
 def _with_ours(
-    torch_s: VarlenAttention, heads: Heads,
-    *, device: torch.device, dtype: torch.dtype, has_windows: bool, kept: KeptRows,
-) -> VarlenAttention:  # fmt: skip
+    torch_s: VarlenAttention,
+    heads: Heads,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    has_windows: bool,
+    kept: KeptRows,
+) -> VarlenAttention:
     """Our kernel for the queries of rounds, torch's for more; RuntimeError if ours is wrong for these heads."""
     from llama_ssp.extensions.gpu.kernels import attention
 

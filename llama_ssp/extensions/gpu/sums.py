@@ -151,9 +151,11 @@ def _node() -> str:
 
 @torch.inference_mode()
 def check_sums(
-    sums: "PeerSums", comm: Comm, shapes: Sequence[tuple[int, int]] = ((1, 4096), (5, 1000), (3, 7)),
+    sums: "PeerSums",
+    comm: Comm,
+    shapes: Sequence[tuple[int, int]] = ((1, 4096), (5, 1000), (3, 7)),
     dtypes: Sequence[torch.dtype] = (torch.float32, torch.float16, torch.bfloat16),
-) -> None:  # fmt: skip
+) -> None:
     """RuntimeError unless sums of all shapes and formats, alone and with norm, have a known order's bits."""
     from llama_ssp.extensions.gpu.kernels.between import add_norm
 

@@ -29,9 +29,11 @@ def _asked(request: Request, kind: str, value: object, field: str) -> Request:
 
 _JSON_SCHEMA = '{"type": "json_schema", "json_schema": {"name": NAME, "schema": SCHEMA}}'
 _FORMATS = {
-    "text": {"type"}, "json_object": {"type", "schema"}, "json_schema": {"type", "json_schema"},
+    "text": {"type"},
+    "json_object": {"type", "schema"},
+    "json_schema": {"type", "json_schema"},
     "schema": {"name", "description", "schema", "strict"},
-}  # fmt: skip
+}
 """The keys of each type of format, and of the object that holds a schema."""
 
 

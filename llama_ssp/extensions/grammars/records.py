@@ -171,13 +171,15 @@ def _problems(config: RunConfig) -> Iterator[str | NoEffect]:
 
 GRAMMAR = ConstraintRecord(name="grammar", is_asked=has_grammar, prepare="llama_ssp.extensions.grammars.text:prepare")
 SETTINGS = MoreSettings(
-    name="grammars", config=GrammarSampling, after="min_new_tokens",
+    name="grammars",
+    config=GrammarSampling,
+    after="min_new_tokens",
     paths=("sampling.json_schema", "sampling.regex", "sampling.grammar"),
     readers={
         "json_schema": (_schema, "a schema as a mapping or a text"),
         "choice": (_texts, "a list of texts"),
     },
-)  # fmt: skip
+)
 OF_JSON = Counterpart(
     "guided_json json_schema response_format structured_outputs",
     "sampling.json_schema",

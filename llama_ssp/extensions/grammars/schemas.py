@@ -145,7 +145,17 @@ def _write_unique(schema: dict[str, Any], root: Any) -> None:  # noqa: ANN401
         counts = range(schema.pop("minItems", 0), min(schema.pop("maxItems", len(values)), len(values)) + 1)
         lists = [[*chosen] for count in counts for chosen in permutations(values, count)]
         del schema["uniqueItems"], schema["items"]
-        _also(schema, {"anyOf": [
-            {"type": "array", "prefixItems": [{"const": value} for value in one], "items": False, "minItems": len(one)}
-            for one in lists
-        ]})  # fmt: skip
+        _also(
+            schema,
+            {
+                "anyOf": [
+                    {
+                        "type": "array",
+                        "prefixItems": [{"const": value} for value in one],
+                        "items": False,
+                        "minItems": len(one),
+                    }
+                    for one in lists
+                ]
+            },
+        )

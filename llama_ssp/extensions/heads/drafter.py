@@ -50,9 +50,15 @@ class _PairReader:
         """Keep nothing: a head has no states."""
 
     def forward(
-        self, ids_RT: Tensor, positions_RT: Tensor, *, bucket: int, score_positions_BR: Tensor, cache_rows_B: Tensor,
+        self,
+        ids_RT: Tensor,
+        positions_RT: Tensor,
+        *,
+        bucket: int,
+        score_positions_BR: Tensor,
+        cache_rows_B: Tensor,
         **_others: object,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """Read pairs of these rows; see `Runner.forward`."""
         return self._read(
             ids_RT, positions_RT, bucket=bucket, score_positions_B1=score_positions_BR, cache_rows_B=cache_rows_B
@@ -87,10 +93,13 @@ class HeadDrafter(StepwiseDrafter):
             return
         some = prompts.some(places)
         pairs = some._replace(
-            tokens_RS=some.tokens_RS[:, 1:], lengths_R=some.lengths_R - 1, longest=prompts.longest - 1, saved=(),
+            tokens_RS=some.tokens_RS[:, 1:],
+            lengths_R=some.lengths_R - 1,
+            longest=prompts.longest - 1,
+            saved=(),
             lengths=[length - 1 for length in some.lengths],
             held=[self._held(*both) for both in zip(some.held, some.lengths, strict=False)],
-        )  # fmt: skip
+        )
         of_some = [rows[place] for place in places]
         read = self._reading_pairs(some, of_some)
         if ends := getattr(self._head, "ends", None):  # of a window, from the first pair on
@@ -137,9 +146,14 @@ class HeadDrafter(StepwiseDrafter):
         self, rows: Rows, positions_BT: Tensor, score_B1: Tensor, *, bucket: int, **how: Any
     ) -> tuple[Tensor, Tensor]:
         return self._head.extend(
-            rows.tokens_BS.gather(1, positions_BT + 1), self._hidden(positions_BT, self._in_taps(rows)), positions_BT,
-            bucket=bucket, score_positions_B1=score_B1, cache_rows_B=rows.places, **how,
-        )  # fmt: skip
+            rows.tokens_BS.gather(1, positions_BT + 1),
+            self._hidden(positions_BT, self._in_taps(rows)),
+            positions_BT,
+            bucket=bucket,
+            score_positions_B1=score_B1,
+            cache_rows_B=rows.places,
+            **how,
+        )
 
     def _missed(self, rows: Rows, *, num_unread: int) -> Iterator[tuple[Tensor, dict[str, bool]]]:
         """The positions of pairs that are new since rounds that did not draft, by chunks, and how the head reads them.

@@ -23,16 +23,27 @@ _SAME_VERSION = {"dflash1": DFLASH, "p-eagle": PEAGLE}
 _OF_SELECTOR = {"selector_rank", "selector_top_k", "conv_kernel_size", "conv_group_size"}
 _OF_SPARK = {
     "projector_type",  # of SpecForge, which says the kind once more
-    "markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov", "confidence_head_alpha",
-}  # fmt: skip
+    "markov_rank",
+    "markov_head_type",
+    "enable_confidence_head",
+    "confidence_head_with_markov",
+    "confidence_head_alpha",
+}
 _OWN_FIELDS = {DFLASH2: _OF_SELECTOR, DSPARK: _OF_SPARK}
 """Fields of one kind alone, by kind."""
 _OWN_WORDS = ("selector_", "conv_", "candidate_", "markov_", "enable_confidence_", "confidence_")
 """Beginnings of the names of such fields, also in files of kinds to come."""
 _OF_BLOCKS = {
-    "target_layer_ids", "mask_token_id", "block_size", "input_embedding_scale", "output_multiplier",
-    "final_logit_softcapping", "causal", "use_swa", "attention_sink_bias",
-}  # fmt: skip
+    "target_layer_ids",
+    "mask_token_id",
+    "block_size",
+    "input_embedding_scale",
+    "output_multiplier",
+    "final_logit_softcapping",
+    "causal",
+    "use_swa",
+    "attention_sink_bias",
+}
 _OTHER_HEADS = {
     r".*medusa.*": "Medusa heads",
     r"mlp|.*mlp_?speculator.*": "an MLP speculator",

@@ -96,13 +96,19 @@ class HeadConfig:
     def shape_over(self, layers: ModelShape) -> ModelShape:
         """The sizes of the head, from the sizes `layers` of a model whose layers are as its own."""
         return replace(
-            layers, model_type=self.kind, vocab_size=self.draft_vocab_size, tie_word_embeddings=False,
-            target_vocab_size=layers.vocab_size, target_hidden_size=self.target_hidden_size,
-            num_taps=len(self.layers) if self.layers else NUM_TAPS, most_drafted=self.most_drafted,
+            layers,
+            model_type=self.kind,
+            vocab_size=self.draft_vocab_size,
+            tie_word_embeddings=False,
+            target_vocab_size=layers.vocab_size,
+            target_hidden_size=self.target_hidden_size,
+            num_taps=len(self.layers) if self.layers else NUM_TAPS,
+            most_drafted=self.most_drafted,
             tapped_layers=self.layers or (),
-            sees_by_itself=not self.sees_all or self._has_windows, has_confidence=self.confidence_size > 0,
+            sees_by_itself=not self.sees_all or self._has_windows,
+            has_confidence=self.confidence_size > 0,
             markov_size=sum(map(math.prod, self.joining_sizes(layers.hidden_size, layers.vocab_size).values())),
-        )  # fmt: skip
+        )
 
     @property
     def _has_windows(self) -> bool:
@@ -189,7 +195,8 @@ def read_head_config(content: Mapping[str, Any], file: Path) -> HeadConfig | Non
     at_anchor = bool(content.get("sample_from_anchor", is_spark))
     norms = [name for name, key in (("fc_norm", "fc_norm"), ("input_norm", "norm_before_fc")) if content.get(key)]
     return HeadConfig(
-        sizes=sizes, kind=kind,
+        sizes=sizes,
+        kind=kind,
         draft_vocab_size=int(content.get("draft_vocab_size") or sizes["vocab_size"]),
         target_hidden_size=int(content.get("target_hidden_size") or sizes["hidden_size"]),
         layers=_tapped_layers(content, blocks, kind, file),
@@ -198,12 +205,15 @@ def read_head_config(content: Mapping[str, Any], file: Path) -> HeadConfig | Non
         norms_taps=norms[0] if norms else None,
         mask_token_id=mask,
         most_drafted=max(block_size - (not at_anchor), 1) if kind == DFLASH else 0,
-        drafts_at_anchor=at_anchor, markov_rank=rank, markov_head=markov_head,
+        drafts_at_anchor=at_anchor,
+        markov_rank=rank,
+        markov_head=markov_head,
         confidence_size=_confidence_size(of_spark, rank, sizes["hidden_size"], file) if is_spark else 0,
-        reaches=reaches, norms_last=kind == DFLASH and SPECULATOR not in content,
+        reaches=reaches,
+        norms_last=kind == DFLASH and SPECULATOR not in content,
         **_of_dflash(content, file) if kind == DFLASH else {},
         **_of_selector(content, sizes, block_size, file) if found == DFLASH2 else {},
-    )  # fmt: skip
+    )
 
 
 def _confidence_size(of_spark: Mapping[str, Any], rank: int, width: int, file: Path) -> int:
@@ -248,8 +258,10 @@ def _of_selector(content: Mapping[str, Any], sizes: Mapping[str, Any], block_siz
 def _of_dflash(content: Mapping[str, Any], file: Path) -> dict[str, Any]:
     """Factors of what the flat layout's heads read and say; CheckpointError if one is no number."""
     names = "input_embedding_scale", "output_multiplier", "final_logit_softcapping"
-    found = [default if (value := _value(content, name)) is None else value
-             for name, default in zip(names, (1.0, 1.0, 0.0), strict=True)]  # fmt: skip
+    found = [
+        default if (value := _value(content, name)) is None else value
+        for name, default in zip(names, (1.0, 1.0, 0.0), strict=True)
+    ]
     if faulty := [name for name, value in zip(names, found, strict=True) if type(value) not in {int, float}]:
         raise CheckpointError(f"{file} has {', '.join(faulty)}, which is no number: download it again")
     return dict(zip(("embedding_scale", "logits_scale", "softcap"), map(float, found), strict=True))

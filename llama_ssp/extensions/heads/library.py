@@ -39,17 +39,27 @@ class MtpRunner(ModuleRunner):
         return taps_BTX.to(self.dtype)
 
     def extend(
-        self, ids_BT: Tensor, hidden_BTE: Tensor, positions_BT: Tensor, *, score_positions_B1: Tensor | None = None,
-        module: int = 0, keeps_all: bool = False, **where: Any,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        self,
+        ids_BT: Tensor,
+        hidden_BTE: Tensor,
+        positions_BT: Tensor,
+        *,
+        score_positions_B1: Tensor | None = None,
+        module: int = 0,
+        keeps_all: bool = False,
+        **where: Any,
+    ) -> tuple[Tensor, Tensor]:
         """See `ModulesHead.extend`."""
         embedding: Any = self._model.get_input_embeddings()
         layer = self._model.get_decoder().layers[module]
         joined = torch.cat([layer.enorm(embedding(ids_BT)), layer.hnorm(hidden_BTE)], dim=-1)
         logits_BRV = self.forward(
-            layer.eh_proj(joined), positions_BT, score_positions_BR=score_positions_B1, part=self._parts[module],
+            layer.eh_proj(joined),
+            positions_BT,
+            score_positions_BR=score_positions_B1,
+            part=self._parts[module],
             **where,
-        )  # fmt: skip
+        )
         if keeps_all or score_positions_B1 is None:
             return self._hidden_BTE, logits_BRV
         wanted_BRE = score_positions_B1[..., None].expand(-1, -1, self._hidden_BTE.shape[-1])

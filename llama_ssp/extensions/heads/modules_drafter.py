@@ -52,16 +52,27 @@ class ModulesDrafter(HeadDrafter):
         return read
 
     def _read_all(
-        self, tokens_BS: Tensor, lengths_B1: Tensor, positions_BT: Tensor, rows_B: Tensor, *,
-        score_positions_B1: Tensor, **where: Any,
-    ) -> Tensor:  # fmt: skip
+        self,
+        tokens_BS: Tensor,
+        lengths_B1: Tensor,
+        positions_BT: Tensor,
+        rows_B: Tensor,
+        *,
+        score_positions_B1: Tensor,
+        **where: Any,
+    ) -> Tensor:
         """Read pairs of texts with all modules; returns the last one's logits of the scored pairs."""
         hidden_BTE = self._hidden(positions_BT, rows_B)
         for module in self._modules:
             found_BTE, logits_B1V = self._head.extend(
-                _tokens(tokens_BS, positions_BT + 1 + module, lengths_B1 - 1), hidden_BTE, positions_BT,
-                score_positions_B1=score_positions_B1, module=module, keeps_all=True, **where,
-            )  # fmt: skip
+                _tokens(tokens_BS, positions_BT + 1 + module, lengths_B1 - 1),
+                hidden_BTE,
+                positions_BT,
+                score_positions_B1=score_positions_B1,
+                module=module,
+                keeps_all=True,
+                **where,
+            )
             hidden_BTE = found_BTE if self._head.chains else hidden_BTE
         return logits_B1V
 
@@ -69,9 +80,15 @@ class ModulesDrafter(HeadDrafter):
         lengths_B1 = rows.lengths_B[:, None]
         for positions_BT, how in self._missed(rows, num_unread=num_unread):
             self._read_all(
-                rows.tokens_BS, lengths_B1, positions_BT, self._in_taps(rows), bucket=bucket,
-                score_positions_B1=torch.zeros_like(lengths_B1), cache_rows_B=rows.places, **how,
-            )  # fmt: skip
+                rows.tokens_BS,
+                lengths_B1,
+                positions_BT,
+                self._in_taps(rows),
+                bucket=bucket,
+                score_positions_B1=torch.zeros_like(lengths_B1),
+                cache_rows_B=rows.places,
+                **how,
+            )
 
     def propose(self, rows: Rows, *, num_tokens: int, uniforms_BKP: Tensor, bucket: int, num_unread: int = 2) -> Draft:
         """See `Drafter.propose`; a shorter draft is the beginning of one by all modules, which all read the text."""
@@ -108,9 +125,15 @@ class ModulesDrafter(HeadDrafter):
                 return logits_B1V
             scored_B1 = newest_B1 - start_B1
             found_BTE, logits_B1V = self._head.extend(
-                _tokens(tokens_BS, positions_BT + 1 + depth, lengths_B1 - 1 + depth), hidden_BTE, positions_BT,
-                bucket=bucket, score_positions_B1=scored_B1, cache_rows_B=rows.places, module=depth, keeps_all=True,
-            )  # fmt: skip
+                _tokens(tokens_BS, positions_BT + 1 + depth, lengths_B1 - 1 + depth),
+                hidden_BTE,
+                positions_BT,
+                bucket=bucket,
+                score_positions_B1=scored_B1,
+                cache_rows_B=rows.places,
+                module=depth,
+                keeps_all=True,
+            )
             own_B1E = found_BTE.gather(1, scored_B1[..., None].expand(-1, -1, found_BTE.shape[-1]))
             hidden_BTE = found_BTE if self._head.chains else hidden_BTE
             return logits_B1V

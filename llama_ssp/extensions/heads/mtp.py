@@ -43,9 +43,17 @@ from llama_ssp.catalogue import ModelShape
 from llama_ssp.errors import ConfigError
 
 MTP_KINDS = (
-    "deepseek_v3", "ernie4_5_moe", "exaone_moe", "glm4_moe", "glm4_moe_lite", "mimo_v2_flash", "qwen2",
-    "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next",
-)  # fmt: skip
+    "deepseek_v3",
+    "ernie4_5_moe",
+    "exaone_moe",
+    "glm4_moe",
+    "glm4_moe_lite",
+    "mimo_v2_flash",
+    "qwen2",
+    "qwen3_5_moe_text",
+    "qwen3_5_text",
+    "qwen3_next",
+)
 """Families whose MTP layers are read; `qwen2` stands for MiMo."""
 _OTHER_DRAFTS = "give an EAGLE-3 head of the target, or a smaller model, as draft=NAME"
 _UNSAID = {"qwen3_next": 1, "mimo_v2_flash": 3}
@@ -117,10 +125,15 @@ def of_modules(content: Mapping[str, Any], number: int) -> dict[str, Any]:
     of_layers = {"layer_types": kinds[:number], "mlp_layer_types": ["dense" if attention else "sparse"] * number}
     without = {name: 1 for name in EXPERTS if name in content} | {"moe_layer_start_index": number}
     return {
-        **content, "num_hidden_layers": number, "first_k_dense_replace": 0, "mlp_only_layers": [],
-        "decoder_sparse_step": 1, **{name: kinds for name, kinds in of_layers.items() if content.get(name)},
-        **(without if attention else {}), **dict.fromkeys(LAYERS_AHEAD, 0),
-    }  # fmt: skip
+        **content,
+        "num_hidden_layers": number,
+        "first_k_dense_replace": 0,
+        "mlp_only_layers": [],
+        "decoder_sparse_step": 1,
+        **{name: kinds for name, kinds in of_layers.items() if content.get(name)},
+        **(without if attention else {}),
+        **dict.fromkeys(LAYERS_AHEAD, 0),
+    }
 
 
 def with_join(shape: ModelShape) -> ModelShape:

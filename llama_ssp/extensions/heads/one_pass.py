@@ -91,9 +91,16 @@ class ParallelRunner(HeadRunner):
         return num_drafted - 1
 
     def draft(
-        self, ids_BT: Tensor, context_BCE: Tensor, positions_BT: Tensor, *, num_drafted: int, bucket: int,
-        cache_rows_B: Tensor | None = None, tree: TreePlaces | None = None,
-    ) -> Following:  # fmt: skip
+        self,
+        ids_BT: Tensor,
+        context_BCE: Tensor,
+        positions_BT: Tensor,
+        *,
+        num_drafted: int,
+        bucket: int,
+        cache_rows_B: Tensor | None = None,
+        tree: TreePlaces | None = None,
+    ) -> Following:
         """See `OnePassHead.draft`."""
         num_context = context_BCE.shape[1]
         seen_BT = self._seen(tree.slots_BT if tree else positions_BT, num_context)
@@ -179,7 +186,7 @@ class BlockLayer(Layer):
 
     qkv: Any
 
-    def _first_product(self, norm: Callable[[str], RmsNorm], linear: Linear, own: OwnKernels) -> Any:  # noqa: ANN401, ARG002
+    def _first_product(self, norm: Callable[[str], RmsNorm], linear: Linear, own: OwnKernels) -> Any:  # noqa: ANN401
         return SimpleNamespace(norm=norm("input_layernorm"), linear=linear)  # which only the block's positions pass
 
     def read(self, x_ME: Tensor, context_BCE: Tensor, attend: LayerAttention) -> Tensor:
@@ -207,7 +214,7 @@ class ConvolvingLayer(BlockLayer):
         super().__init__(weights, number, **parts)
         self._convolve = [_Convolution(weights, f"model.layers.{number}.{name}") for name in CONVOLUTIONS]
 
-    def _second_product(self, norm: Callable[[str], RmsNorm], linear: Linear, own: OwnKernels) -> Any:  # noqa: ANN401, ARG002
+    def _second_product(self, norm: Callable[[str], RmsNorm], linear: Linear, own: OwnKernels) -> Any:  # noqa: ANN401
         return SimpleNamespace(norm=norm("post_attention_layernorm"), linear=linear)  # a convolution is between them
 
     def read(self, x_ME: Tensor, context_BCE: Tensor, attend: LayerAttention) -> Tensor:
@@ -304,9 +311,12 @@ class BlockRunner(ParallelRunner):
             mask_BTU = torch.zeros_like(hidden_BTU, dtype=self.dtype).masked_fill_(hidden_BTU, float("-inf"))
             mask_B1QU = mask_BTU.repeat_interleave(group, dim=1)[:, None]
             attends[reach] = partial(
-                attend_by_mask, mask_B1QS=mask_B1QU, batch_size=len(positions_BT), by_position=self._by_position,
+                attend_by_mask,
+                mask_B1QS=mask_B1QU,
+                batch_size=len(positions_BT),
+                by_position=self._by_position,
                 kept=self._kept,
-            )  # fmt: skip
+            )
         return attends
 
     def _read(

@@ -59,9 +59,12 @@ class OnePassDrafter(HeadDrafter):
         ids_BT = tokens_BS.gather(1, places_BT.minimum(newest_B1))
         following = self._head.draft(
             ids_BT.masked_fill(places_BT > newest_B1, self._head.mask_token_id),
-            self._hidden(context_BC, self._in_taps(rows)), positions_BT, num_drafted=self._width - 1, bucket=bucket,
+            self._hidden(context_BC, self._in_taps(rows)),
+            positions_BT,
+            num_drafted=self._width - 1,
+            bucket=bucket,
             cache_rows_B=rows.places,
-        )  # fmt: skip
+        )
         return _Block(following, tokens_BS.gather(1, newest_B1))
 
     def _num_counted(self, read: ReadLevel, ids_BK: Tensor) -> Tensor | tuple[()]:

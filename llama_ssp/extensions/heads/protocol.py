@@ -120,9 +120,16 @@ class OnePassHead(Head, Protocol):
         """The number of positions after the context that drafting `num_drafted` tokens reads."""
 
     def draft(
-        self, ids_BT: Tensor, context_BCE: Tensor, positions_BT: Tensor, *, num_drafted: int, bucket: int,
-        cache_rows_B: Tensor | None = None, tree: TreePlaces | None = None,
-    ) -> Following:  # fmt: skip
+        self,
+        ids_BT: Tensor,
+        context_BCE: Tensor,
+        positions_BT: Tensor,
+        *,
+        num_drafted: int,
+        bucket: int,
+        cache_rows_B: Tensor | None = None,
+        tree: TreePlaces | None = None,
+    ) -> Following:
         """Read the newest positions of the context, with what `hidden_of` makes of their taps, and the block's.
 
         Several positions of the context may be the same one. `tree` has slots that differ from positions.

@@ -23,11 +23,16 @@ OF_FILES = DraftHead(
     name="head", read_config=read_head_config, synthesize="llama_ssp.extensions.heads.synthetic:head_of"
 )
 OF_TARGET = DraftHead(
-    name=_MTP, in_target="MTP layers", source="llama_ssp.extensions.heads.sources:source_of",
-    other_names=frozenset({"MTP", "nextn", "NEXTN"}), families=MTP_KINDS, lacks=no_mtp,
-    is_in=lambda field: num_layers_ahead(field) > 0, check=check_mtp,
+    name=_MTP,
+    in_target="MTP layers",
+    source="llama_ssp.extensions.heads.sources:source_of",
+    other_names=frozenset({"MTP", "nextn", "NEXTN"}),
+    families=MTP_KINDS,
+    lacks=no_mtp,
+    is_in=lambda field: num_layers_ahead(field) > 0,
+    check=check_mtp,
     describe="llama_ssp.extensions.heads.sources:describe_mtp",
-)  # fmt: skip
+)
 
 
 @dataclass(kw_only=True)
@@ -142,8 +147,10 @@ _OF_CONFIDENCE = {
     "forced lengths": "{confidence} ends drafts, and {forced} says how many of their tokens count: leave one out",
 }
 CONFIDENCE = Ability(
-    name="a draft that ends early", has=lambda config: least_confidence(config.draft) > 0, clashes=_OF_CONFIDENCE,
+    name="a draft that ends early",
+    has=lambda config: least_confidence(config.draft) > 0,
+    clashes=_OF_CONFIDENCE,
     words=lambda config: {"confidence": said("draft.confidence", least_confidence(config.draft))},
     problems=_effect_of_confidence,
-)  # fmt: skip
+)
 WITHOUT_CONFIDENCE = Ability(name="a draft without a confidence head", has=_has_no_estimate)

@@ -95,9 +95,14 @@ class PairRunner(LeanRunner):
         return taps_BTX.to(self.dtype)
 
     def extend(
-        self, ids_BT: Tensor, hidden_BTE: Tensor, positions_BT: Tensor, *, score_positions_B1: Tensor | None = None,
+        self,
+        ids_BT: Tensor,
+        hidden_BTE: Tensor,
+        positions_BT: Tensor,
+        *,
+        score_positions_B1: Tensor | None = None,
         **where: Any,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor]:
         """See `Head.extend`."""
         stream = self._read(ids_BT, hidden_BTE, self._attention(positions_BT, **where), score_positions_B1)
         hidden_BRE, logits_BRD = self._scored(stream, len(ids_BT), None)

@@ -56,9 +56,11 @@ _RUNNERS = {
 }
 EMBEDDING, OUTPUT, NORM, TOKEN_MAP = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight", "d2t"
 _OF_DRAFTED = {OUTPUT, f"model.{MARKOV}.markov_w2.weight"}
-_OF_TOKENS = _OF_DRAFTED | {EMBEDDING, f"model.{MARKOV}.markov_w1.weight"} | {
-    f"model.{SELECTOR}.{name}_codebook.weight" for name in ("predecessor", "successor")
-}  # fmt: skip
+_OF_TOKENS = (
+    _OF_DRAFTED
+    | {EMBEDDING, f"model.{MARKOV}.markov_w1.weight"}
+    | {f"model.{SELECTOR}.{name}_codebook.weight" for name in ("predecessor", "successor")}
+)
 """Tensors with a row for each token that a head drafts, or reads."""
 _JOIN = f"model.layers.0.{JOIN}.weight"
 
@@ -383,9 +385,13 @@ def mtp_of(target: WeightSource) -> MtpSource:
     own = type(config).from_dict(of_modules(config.to_dict(), num_modules(field)))
     vocab_size, width = target.shape.vocab_size, target.shape.hidden_size
     shape = replace(
-        shape_of(own), shares_embedding=True, target_vocab_size=vocab_size, target_hidden_size=width, num_taps=1,
+        shape_of(own),
+        shares_embedding=True,
+        target_vocab_size=vocab_size,
+        target_hidden_size=width,
+        num_taps=1,
         sees_by_itself=any(record_of(own.model_type).windows_of(own)),
-    )  # fmt: skip
+    )
     source = MtpSource(target=target, config=own, shape=with_join(shape))
     if target.tensors and not source.has_layer:
         raise CheckpointError(

@@ -71,7 +71,7 @@ class _EmptyOnMeta(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], _types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:  # noqa: ANN401 - of any function
-        is_empty = func is torch.empty or (func is torch.zeros and len(args) == 3)  # noqa: PLR2004
+        is_empty = func is torch.empty or (func is torch.zeros and len(args) == 3)
         return func(*args, **(kwargs or {}) | ({"device": "meta"} if is_empty else {}))
 
 
@@ -177,9 +177,12 @@ def load_modules(
 
 
 def fill_modules(
-    model: PreTrainedModel, sources: Mapping[str, str], devices: Mapping[str, torch.device], kernel: Kernel | None,
+    model: PreTrainedModel,
+    sources: Mapping[str, str],
+    devices: Mapping[str, torch.device],
+    kernel: Kernel | None,
     loading: Loading,
-) -> None:  # fmt: skip
+) -> None:
     """Fill the modules of transformers with weights, cast their buffers, and move these to the first device.
 
     Linear layers and experts are filled one by one, which bounds memory where values are converted. The attention

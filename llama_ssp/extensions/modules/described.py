@@ -67,14 +67,18 @@ def modules_of(model: PreTrainedModel, shape: ModelShape) -> Inventory:
             if kind not in cuts:
                 cuts[kind] = _cut_of(model, name, module)
             cut = cuts[kind]
-            if is_inner and name in experts and parameter.dim() == 3:  # noqa: PLR2004 - experts, outputs, inputs
+            if is_inner and name in experts and parameter.dim() == 3:
                 num_copies, *sizes = parameter.shape
                 rows, columns = sizes[::-1] if getattr(module, "is_transposed", False) else sizes
                 cut = None if cut is None else int(leaf.startswith("down"))
                 found = Matrix(
-                    module=f"experts.{leaf}", num_rows=rows, num_columns=columns, cut=cut, num_chosen=1,
+                    module=f"experts.{leaf}",
+                    num_rows=rows,
+                    num_columns=columns,
+                    cut=cut,
+                    num_chosen=1,
                     name=f"{kind[0]}{leaf}",
-                )  # fmt: skip
+                )
                 layers[number][found] += num_copies
             elif leaf == "weight" and (is_linear(name, module) or isinstance(module, nn.Embedding)):
                 rows, columns = parameter.shape
@@ -82,9 +86,14 @@ def modules_of(model: PreTrainedModel, shape: ModelShape) -> Inventory:
                 if num_units := shared_heads.get(name, 0):
                     cut = int(name.endswith(("out_proj", ".o_proj")))
                 found = Matrix(
-                    module=short if is_inner else short.rpartition(".")[2], num_rows=rows, num_columns=columns, cut=cut,
-                    num_units=num_units, is_plain=name in plain, name=kind[0].removesuffix(".") * bool(is_inner),
-                )  # fmt: skip
+                    module=short if is_inner else short.rpartition(".")[2],
+                    num_rows=rows,
+                    num_columns=columns,
+                    cut=cut,
+                    num_units=num_units,
+                    is_plain=name in plain,
+                    name=kind[0].removesuffix(".") * bool(is_inner),
+                )
                 if is_inner:
                     layers[number][found] += 1
                 elif isinstance(module, nn.Embedding):
@@ -98,11 +107,14 @@ def modules_of(model: PreTrainedModel, shape: ModelShape) -> Inventory:
     cached, states = _cached_values(model, shape), _states(model)
     each = [
         layer_of(
-            shape, matrices=layers[number], vectors=vectors[number], cached_values=cached and cached[number],
+            shape,
+            matrices=layers[number],
+            vectors=vectors[number],
+            cached_values=cached and cached[number],
             states=states[number],
         )
         for number in numbers
-    ]  # fmt: skip
+    ]
     return joined(each, final_vectors=vectors[_OUTSIDE], embeddings=tuple(embeddings), head=output)
 
 
@@ -112,9 +124,12 @@ def _states(model: PreTrainedModel) -> dict[int, tuple[KeptStates, ...]]:
     for mixer in mixers_of(model) if record_of(model.config.model_type).recurrent else ():
         number, channels, width, shape, _ = state_of(mixer)
         kept = KeptStates(
-            num_layers=1, num_channels=channels, width=width, num_values=math.prod(shape) if shape else 0,
+            num_layers=1,
+            num_channels=channels,
+            width=width,
+            num_values=math.prod(shape) if shape else 0,
             num_units=shared_heads(mixer),
-        )  # fmt: skip
+        )
         found[number] += (kept,)
     return found
 
@@ -155,7 +170,7 @@ class _Counting(Cache):
         self.num_values[layer_idx] += key_states.numel() + value_states.numel()
         return key_states, value_states
 
-    def get_seq_length(self, layer_idx: int = 0) -> int:  # noqa: ARG002 - the signature of transformers
+    def get_seq_length(self, layer_idx: int = 0) -> int:
         """The cache is empty."""
         return 0
 

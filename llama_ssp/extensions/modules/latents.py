@@ -35,9 +35,15 @@ _PROJECTION = "kv_b_proj"
 
 
 def attend_latents(
-    module: LibraryPart, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *,
-    scaling: float, **options: object,
-) -> tuple[Tensor, None]:  # fmt: skip
+    module: LibraryPart,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float,
+    **options: object,
+) -> tuple[Tensor, None]:
     """Attend with queries (B, H, T, D) to latents (B, 1, S, R) and rotary keys (B, 1, S, P); returns (B, T, H, V).
 
     With a mask of numbers, both are as the cache keeps them. Of a whole text without a cache, with which ours is
@@ -51,8 +57,14 @@ def attend_latents(
             key, value = (module.kept_latents.unpack(rows, query.dtype) for rows in (key, value))
         keys, values = type(module).expand_kv(module, key, value)
         attended, _ = sdpa_attention_forward(
-            module, query, keys, values, attention_mask, scaling=scaling, **options  # type: ignore[arg-type]
-        )  # fmt: skip
+            module,
+            query,
+            keys,
+            values,
+            attention_mask,
+            scaling=scaling,
+            **options,  # type: ignore[arg-type]
+        )
         return attended, None
     made_HOR: Tensor = getattr(module, _PROJECTION).weight.view(num_heads, of_key + of_value, rank)
     keys_HNR, values_HVR = made_HOR.split([of_key, of_value], 1)

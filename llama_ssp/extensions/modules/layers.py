@@ -44,9 +44,16 @@ class Layers:
             self._layers[place]["vectors"] += number
 
     def add(
-        self, places: Iterable[int], part: str, rows: Mapping[str, int], *, columns: int = 0, cut: int | None = 0,
-        copies: int = 1, **how: Any,
-    ) -> None:  # fmt: skip
+        self,
+        places: Iterable[int],
+        part: str,
+        rows: Mapping[str, int],
+        *,
+        columns: int = 0,
+        cut: int | None = 0,
+        copies: int = 1,
+        **how: Any,
+    ) -> None:
         """Count matrices of a part of these layers by name, by default with inputs of the model's width."""
         for name, size in rows.items():
             how["name"] = f"model.layers.*.{part}.{name}"
@@ -61,18 +68,29 @@ class Layers:
         self.add(places, part, {name: self.width}, columns=columns, cut=cut, **how)
 
     def add_mlp(
-        self, places: Iterable[int], units: int, *, part: str = "mlp", shared: str = "", names: Iterable[str] = GATED,
+        self,
+        places: Iterable[int],
+        units: int,
+        *,
+        part: str = "mlp",
+        shared: str = "",
+        names: Iterable[str] = GATED,
         is_cut: bool = True,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Count an MLP of `units`, perhaps the `shared` one, its last matrix back to the model's width."""
         *first, last = (f"{shared}{name}" for name in names)
         self.add(places, part, dict.fromkeys(first, units), cut=0 if is_cut else None)
         self.add_output(places, part, last, units, cut=1 if is_cut else None)
 
     def add_experts(
-        self, places: Collection[int], *, part: str = "mlp", first: str = "gate_up_proj", width: int = 0,
+        self,
+        places: Collection[int],
+        *,
+        part: str = "mlp",
+        first: str = "gate_up_proj",
+        width: int = 0,
         bias: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Count experts in these layers, perhaps with inputs of another `width`, and their router."""
         shape, width = self.shape, width or self.width
         units, how = shape.moe_intermediate_size, {"copies": shape.num_experts, "num_chosen": 1}
@@ -81,9 +99,15 @@ class Layers:
         self.add_vectors(places, shape.num_experts * (self.width + bias))
 
     def add_attention(
-        self, places: Collection[int], *, part: str = "self_attn", last: str = "o_proj", head_norms: int = 0,
-        gates: bool = False, is_cut: bool = True,
-    ) -> None:  # fmt: skip
+        self,
+        places: Collection[int],
+        *,
+        part: str = "self_attn",
+        last: str = "o_proj",
+        head_norms: int = 0,
+        gates: bool = False,
+        is_cut: bool = True,
+    ) -> None:
         """Count attention with keys and values, `head_norms` vectors of its head dim, and gates beside queries."""
         shape = self.shape
         queries, keys = (count * shape.head_dim for count in (shape.num_attention_heads, shape.num_key_value_heads))
@@ -142,9 +166,11 @@ class Layers:
         shape = self.shape
         embedding = Matrix(module=table, num_rows=shape.vocab_size, num_columns=self.width, cut=0)
         return joined(
-            [layer_of(shape, **layer) for layer in self._layers], final_vectors=self.width, embeddings=(embedding,),
+            [layer_of(shape, **layer) for layer in self._layers],
+            final_vectors=self.width,
+            embeddings=(embedding,),
             head=None if shape.tie_word_embeddings else replace(embedding, module="lm_head"),
-        )  # fmt: skip
+        )
 
 
 def layer_of(shape: ModelShape, *, matrices: Mapping[Matrix, int], vectors: int, **others: Any) -> Inventory:
@@ -229,8 +255,13 @@ def delta(field: Field, shape: ModelShape) -> Inventory:
     joint = {"in_proj_qkvz": 2 * keys + 2 * values, "in_proj_ba": 2 * num_values}
     parts = {"in_proj_qkv": 2 * keys + values, "in_proj_z": values, "in_proj_b": num_values, "in_proj_a": num_values}
     of_olmo = {
-        "q_proj": keys, "k_proj": keys, "v_proj": values, "a_proj": num_values, "b_proj": num_values, "g_proj": values,
-    }  # fmt: skip
+        "q_proj": keys,
+        "k_proj": keys,
+        "v_proj": values,
+        "a_proj": num_values,
+        "b_proj": num_values,
+        "g_proj": values,
+    }
     if is_olmo:
         layers.add_mlp(layers.all, shape.intermediate_size)
     if not (is_olmo or is_joint):
@@ -317,9 +348,11 @@ def mamba(field: Field, shape: ModelShape) -> Inventory:
         layers.add_mlp(layers.all, shape.intermediate_size, part="feed_forward")
     full = layers.all if is_both else _places(FULL, kinds_of(field, number))
     layers.add_mamba(
-        layers.all if is_both else layers.others(full), sizes=sizes, width=field("mamba_d_conv"),
+        layers.all if is_both else layers.others(full),
+        sizes=sizes,
+        width=field("mamba_d_conv"),
         has_norm=not is_both or bool(field("mamba_rms_norm")),
-    )  # fmt: skip
+    )
     layers.add_attention(full)
     return layers.inventory()
 

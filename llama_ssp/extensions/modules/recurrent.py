@@ -85,9 +85,15 @@ def _gated_delta(mixer: LibraryPart, x_BTE: Tensor, states: StateView) -> Tensor
     factor = 2.0 if getattr(mixer, "allow_neg_eigval", False) else 1.0
     if own:
         read_BTHP = own.recur(
-            mixed_BTX, decays, rates, _layout_of(mixer), states.places(mixer.layer_idx), mixer=mixer,
-            dtype=x_BTE.dtype, rate_factor=factor,
-        )  # fmt: skip
+            mixed_BTX,
+            decays,
+            rates,
+            _layout_of(mixer),
+            states.places(mixer.layer_idx),
+            mixer=mixer,
+            dtype=x_BTE.dtype,
+            rate_factor=factor,
+        )
     else:
         steps = _steps_of_delta(
             mixer, _convolved(mixer, mixed_BTX, states), rates.flatten(2).sigmoid() * factor, decays
@@ -109,9 +115,12 @@ def _steps_of_delta(mixer: LibraryPart, mixed_BTC: Tensor, rates_BTH: Tensor, de
     times_BTHD = functional.softplus(decays.flatten(2).float() + decay.dt_bias).unflatten(-1, (num_heads, -1))
     log_decays_BTHD = -decay.A_log.float().exp().view(-1, 1) * times_BTHD
     return Steps(
-        queries * key_dim**-0.5, keys, _by_heads(values, value_dim, num_heads),
-        log_decays_BTHD.transpose(1, 2), rates_BTH.float().transpose(1, 2),
-    )  # fmt: skip
+        queries * key_dim**-0.5,
+        keys,
+        _by_heads(values, value_dim, num_heads),
+        log_decays_BTHD.transpose(1, 2),
+        rates_BTH.float().transpose(1, 2),
+    )
 
 
 def _projected(mixer: LibraryPart, x_BTE: Tensor, *, is_whole: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -211,9 +220,14 @@ def use_own_kernels(model: PreTrainedModel, device: torch.device) -> None:
     if mixers:
         first, like = mixers[0], convolution_of(mixers[0]).weight
         found = operators.made(
-            "recurrence", device.type, first, model.config.hidden_size, mix=mix_of(first), layer=state_of(first),
+            "recurrence",
+            device.type,
+            first,
+            model.config.hidden_size,
+            mix=mix_of(first),
+            layer=state_of(first),
             like=like,
-        )  # fmt: skip
+        )
         for mixer in mixers:  # layers of `accelerate` may be on other GPUs
             mixer.own_kernels = found if convolution_of(mixer).weight.device == like.device else None
 

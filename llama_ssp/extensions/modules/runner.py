@@ -181,10 +181,19 @@ class ModuleRunner(CachedRunner):
             )
 
     def forward(
-        self, ids_BT: Tensor, positions_BT: Tensor, *, bucket: int, score_positions_BR: Tensor | None = None,
-        cache_rows_B: Tensor | None = None, taps: Taps | None = None, tree: TreePlaces | None = None,
-        taken_B: Tensor | None = None, part: LibraryPart | None = None, **_others: object,
-    ) -> Tensor:  # fmt: skip
+        self,
+        ids_BT: Tensor,
+        positions_BT: Tensor,
+        *,
+        bucket: int,
+        score_positions_BR: Tensor | None = None,
+        cache_rows_B: Tensor | None = None,
+        taps: Taps | None = None,
+        tree: TreePlaces | None = None,
+        taken_B: Tensor | None = None,
+        part: LibraryPart | None = None,
+        **_others: object,
+    ) -> Tensor:
         """See `Runner.forward`; embeddings (B, T, E) may stand in place of ids. Masks show any positions.
 
         A round computes a few positions beyond the context, whose tokens are never kept: they get its last position,
@@ -225,10 +234,13 @@ class ModuleRunner(CachedRunner):
             self._entry.hand(states_ME.view(*ids_BT.shape, -1))
         with self._tapped(taps, slots_M):
             logits_BRV = self._called(
-                part or self._model, ids_BT,
-                attention_mask=mask, position_ids=positions_BT.clamp(max=self.max_position_embeddings - 1),
-                past_key_values=cache, use_cache=True,
-            )  # fmt: skip
+                part or self._model,
+                ids_BT,
+                attention_mask=mask,
+                position_ids=positions_BT.clamp(max=self.max_position_embeddings - 1),
+                past_key_values=cache,
+                use_cache=True,
+            )
         if self._stage.behind:
             self._stage.send(leaving(logits_BRV.flatten(0, 1), self._stage, taps, slots_M), comm=self.comm)
             scored = positions_BT if score_positions_BR is None else score_positions_BR

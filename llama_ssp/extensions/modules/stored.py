@@ -97,7 +97,7 @@ def _join_experts(tensors: Mapping[str, ListedTensor], folder: Path) -> dict[str
     others: dict[str, ListedTensor] = {}
     for name, tensor in tensors.items():
         match = _EXPERT.fullmatch(name)
-        if match and match["matrix"] in _PLACES and len(tensor.shape) == 2:  # noqa: PLR2004 - a matrix
+        if match and match["matrix"] in _PLACES and len(tensor.shape) == 2:
             joined, place = _PLACES[match["matrix"]]
             found[f"{match['experts']}.{joined}"][int(match["number"])][place] = tensor
         else:
@@ -115,16 +115,22 @@ def _joined(name: str, experts: Mapping[int, Mapping[int, ListedTensor]], places
     first = next(iter(experts[min(experts)].values()))
     facts = first.shape, first.dtype, first.storage
     alike = tuple(
-        tuple(matrix for place in places if (matrix := experts[number].get(place))
-              and (matrix.shape, matrix.dtype, matrix.storage) == facts)
+        tuple(
+            matrix
+            for place in places
+            if (matrix := experts[number].get(place)) and (matrix.shape, matrix.dtype, matrix.storage) == facts
+        )
         for number in sorted(experts)
-    )  # fmt: skip
+    )
     if sorted(experts) != [*range(len(experts))] or any(len(matrices) < len(places) for matrices in alike):
         raise CheckpointError(
             f"{folder} lacks matrices of {name}, or has some of another shape: copy or download it again"
         )
     rows, columns = first.shape
     return JoinedTensor(
-        dtype=first.dtype, shape=(len(alike), len(places) * rows, columns), storage=first.storage, group=first.group,
+        dtype=first.dtype,
+        shape=(len(alike), len(places) * rows, columns),
+        storage=first.storage,
+        group=first.group,
         stored=alike,
-    )  # fmt: skip
+    )

@@ -210,9 +210,12 @@ def _check_vectors(name: str, parent: nn.Module, widths: set[int]) -> None:
 
 def _check_heads(name: str, size: int, cut: Cut, shape: ModelShape, head_dim: int) -> None:
     queries, keys = shape.num_attention_heads, shape.num_key_value_heads
-    said = head_dim * {
-        Cut.query_heads: queries, Cut.kv_heads: keys, **dict.fromkeys((Cut.fused_qkv, Cut.qkv), queries + 2 * keys)
-    }[cut]  # fmt: skip
+    said = (
+        head_dim
+        * {Cut.query_heads: queries, Cut.kv_heads: keys, **dict.fromkeys((Cut.fused_qkv, Cut.qkv), queries + 2 * keys)}[
+            cut
+        ]
+    )
     if size != said:
         message = f"{name} has {size} features where the config says {said} ({cut.value}): run this model on one rank"
         raise PlacementError(message)

@@ -76,8 +76,13 @@ class StartedRanks:
             self._agent = Popen(
                 [sys.executable, "-m", "llama_ssp", "run", f"ranks={num_ranks}", "--script", str(script)],
                 env=os.environ | {CALLER: address},
-                stdin=DEVNULL, stdout=PIPE, stderr=STDOUT, text=True, errors="replace", start_new_session=True,
-            )  # fmt: skip
+                stdin=DEVNULL,
+                stdout=PIPE,
+                stderr=STDOUT,
+                text=True,
+                errors="replace",
+                start_new_session=True,
+            )
             self._reader = Thread(target=self._read, args=(self._agent.stdout,), daemon=True, name="ranks")
             self._reader.start()
             try:

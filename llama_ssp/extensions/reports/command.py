@@ -49,7 +49,7 @@ def _report(given: argparse.Namespace) -> str:
     Raises:
         ConfigError: a folder holds no run, several folders lack an `output`, or the output cannot be written.
     """
-    from llama_ssp.reports.runs import find_runs  # noqa: PLC0415 - slow to import; --help does not need it
+    from llama_ssp.reports.runs import find_runs
 
     named, folders = _figures(given)
     if given.table and given.output:
@@ -87,7 +87,7 @@ def _figures(given: argparse.Namespace) -> tuple[list[str], list[Path]]:
 
 
 def _drawn(runs: "Sequence[Run]", files: Sequence[str], missing: Sequence[str]) -> str:
-    from llama_ssp.extensions.reports.figures import draw_over_k  # noqa: PLC0415 - slow to import
+    from llama_ssp.extensions.reports.figures import draw_over_k
 
     for file in files:
         draw_over_k(runs, Path(file))

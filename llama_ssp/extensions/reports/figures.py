@@ -36,14 +36,32 @@ SHAPES = ("o", "s", "^", "D", "v")
 _PAGE_COLOURS = {INK: "ink", SOFT: "soft", GRID: "line", "#ffffff": "paper"}
 """Variables of the page, which has a dark mode."""
 STYLE = {
-    "svg.fonttype": "none", "svg.hashsalt": "llama-ssp", "pdf.fonttype": 42, "text.parse_math": False,
-    "savefig.bbox": "tight", "font.size": 11, "axes.titlelocation": "left", "axes.titleweight": "bold",
-    "text.color": INK, "axes.labelcolor": SOFT, "axes.edgecolor": SOFT,
-    "axes.spines.top": False, "axes.spines.right": False, "axes.spines.left": False,
-    "axes.grid": True, "axes.grid.axis": "y", "axes.axisbelow": True, "grid.color": GRID,
-    "xtick.color": INK, "ytick.color": INK, "xtick.major.size": 0, "ytick.major.size": 0,
-    "lines.linewidth": 2, "legend.frameon": False, "legend.handlelength": 3,
-}  # fmt: skip
+    "svg.fonttype": "none",
+    "svg.hashsalt": "llama-ssp",
+    "pdf.fonttype": 42,
+    "text.parse_math": False,
+    "savefig.bbox": "tight",
+    "font.size": 11,
+    "axes.titlelocation": "left",
+    "axes.titleweight": "bold",
+    "text.color": INK,
+    "axes.labelcolor": SOFT,
+    "axes.edgecolor": SOFT,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.spines.left": False,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "axes.axisbelow": True,
+    "grid.color": GRID,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "xtick.major.size": 0,
+    "ytick.major.size": 0,
+    "lines.linewidth": 2,
+    "legend.frameon": False,
+    "legend.handlelength": 3,
+}
 """Changes to matplotlib's defaults; the user's own matplotlibrc is ignored."""
 _WIDTH, _HEIGHT = 6.1, 3.5
 """Size of one panel in inches, without its legend."""
@@ -122,10 +140,12 @@ def _add_legends(figure: Figure) -> None:
         entries = {label: handle for handle, label in zip(handles, labels, strict=True)}
         if entries:
             axes.legend(
-                entries.values(), [visible(name)[:_LONGEST_NAME] for name in entries], loc="upper left",
+                entries.values(),
+                [visible(name)[:_LONGEST_NAME] for name in entries],
+                loc="upper left",
                 bbox_to_anchor=(-0.02, -_LEGEND_INCHES * figure.dpi / axes.bbox.height),
                 ncols=2 if max(map(len, entries)) <= _HALF_WIDTH_NAME else 1,
-            )  # fmt: skip
+            )
 
 
 _MEASURES: dict[str, Callable[[RunMeasures], Estimate | None]] = {

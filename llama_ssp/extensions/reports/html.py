@@ -33,23 +33,36 @@ def report(runs: Sequence[Run], missing: Sequence[str] = ()) -> str:
     if len(runs) > 1:
         numbered = [f"{number}: {label}" for (number, *_), label in zip(names, labels, strict=True)]
         sweep = {
-            "settings": varying_settings(runs), "table": runs_table(runs), "percentiles": percentiles_table(runs),
-            "kinds": kinds_table(runs), "remarks": remarks(runs), "repetitions": repetitions_table(runs),
+            "settings": varying_settings(runs),
+            "table": runs_table(runs),
+            "percentiles": percentiles_table(runs),
+            "kinds": kinds_table(runs),
+            "remarks": remarks(runs),
+            "repetitions": repetitions_table(runs),
             "status": runs[0].status if len({run.status for run in runs}) == 1 else "",
             "figure": _drawn([row for found in map(bars_of, runs, numbered) for row in found]),
-        }  # fmt: skip
+        }
     return _page().render(
-        title=_title(runs), runs=list(map(_section, runs, labels)), sweep=sweep,
-        least_prompts=LEAST_PROMPTS, missing=missing, mark=DISTURBED, not_lossless=NOT_LOSSLESS,
-    )  # fmt: skip
+        title=_title(runs),
+        runs=list(map(_section, runs, labels)),
+        sweep=sweep,
+        least_prompts=LEAST_PROMPTS,
+        missing=missing,
+        mark=DISTURBED,
+        not_lossless=NOT_LOSSLESS,
+    )
 
 
 @cache
 def _page() -> Template:
     templates = Environment(
-        loader=FileSystemLoader(Path(__file__).parent / "templates"), autoescape=True, undefined=StrictUndefined,
-        trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
-    )  # fmt: skip
+        loader=FileSystemLoader(Path(__file__).parent / "templates"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
     templates.filters.update({"visible": visible, "number": decimal, "share": share, "counted": count})
     return templates.get_template("report.html")
 
@@ -74,9 +87,14 @@ def _section(run: Run, name: str) -> dict[str, Any]:
     mark = ", ".join(f"{mark} {words[mark]}" for mark in run.summary.marks.split())
     shown = type(cells[0]).on_page(cells) if cells else ResultTable((), (), ())
     return {
-        "name": name, "run": run, "medians": runs_table([run]), "percentiles": percentiles_table([run]),
-        "kinds": kinds_table([run]), "measured": bool(run.measures.modes), "results": table(shown.columns, shown.rows),
+        "name": name,
+        "run": run,
+        "medians": runs_table([run]),
+        "percentiles": percentiles_table([run]),
+        "kinds": kinds_table([run]),
+        "measured": bool(run.measures.modes),
+        "results": table(shown.columns, shown.rows),
         "meaning": Markup(escape(" ".join(shown.sentences), quote=False)),
         "figure": _drawn(bars_of(run, mark)),
         "measures": table(MEASURE_COLUMNS, [one.cells for one in verdict.measures] if verdict else []),
-    }  # fmt: skip
+    }

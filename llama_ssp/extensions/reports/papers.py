@@ -10,9 +10,12 @@ from llama_ssp.reports.tables import Cell, Table, kinds_table, number, remarks, 
 from llama_ssp.text.messages import visible
 
 _ESCAPED = {
-    "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "\\": r"\textbackslash{}", DISTURBED: r"$\dagger$",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "\\": r"\textbackslash{}",
+    DISTURBED: r"$\dagger$",
     NOT_LOSSLESS: r"$\ddagger$",
-}  # fmt: skip
+}
 _SPECIAL = re.compile(rf"[&%$#_{{}}~^\\{DISTURBED}{NOT_LOSSLESS}]")
 
 
@@ -87,12 +90,19 @@ def _latex(title: str, shown: Table) -> str:
     places = "l" * shown.num_left + "r" * (len(shown.columns) - shown.num_left)
     rows = [" & ".join(map(text, row)) for row in shown.rows]
     lines = [
-        r"\begin{table}", r"\centering", rf"\caption{{{_tex(title)}}}",
+        r"\begin{table}",
+        r"\centering",
+        rf"\caption{{{_tex(title)}}}",
         r"\resizebox{\ifdim\width>\linewidth\linewidth\else\width\fi}{!}{%",
-        rf"\begin{{tabular}}{{{places}}}", r"\toprule",
-        " & ".join(map(_tex, shown.columns)) + r" \\", r"\midrule", *(rf"{row} \\" for row in rows), r"\bottomrule",
-        r"\end{tabular}}", r"\end{table}",
-    ]  # fmt: skip
+        rf"\begin{{tabular}}{{{places}}}",
+        r"\toprule",
+        " & ".join(map(_tex, shown.columns)) + r" \\",
+        r"\midrule",
+        *(rf"{row} \\" for row in rows),
+        r"\bottomrule",
+        r"\end{tabular}}",
+        r"\end{table}",
+    ]
     return "\n".join(lines)
 
 

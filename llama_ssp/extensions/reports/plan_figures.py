@@ -24,8 +24,17 @@ if TYPE_CHECKING:
 
 Rows = Sequence[Mapping[str, Any]]
 ITEM_COLOURS = (
-    "#1f4e79", "#2e86c1", "#b9770e", "#f0b27a", "#7d3c98", "#c39bd3", "#7f8c8d", "#95a5a6", "#bdc3c7", "#d5d8dc",
-)  # fmt: skip
+    "#1f4e79",
+    "#2e86c1",
+    "#b9770e",
+    "#f0b27a",
+    "#7d3c98",
+    "#c39bd3",
+    "#7f8c8d",
+    "#95a5a6",
+    "#bdc3c7",
+    "#d5d8dc",
+)
 RED, GREEN = COLOURS[4], COLOURS[2]
 
 
@@ -92,8 +101,12 @@ def _draw_lengths(plan: Plan, memory: "Axes", times: "Axes") -> None:
     for number, (label, one) in enumerate(caches.items()):
         of_lengths = [replace(one, prompt_tokens=prompt, mean_prompt_tokens=None) for prompt in prompts if prompt > 0]
         lengths = [each.prompt_tokens + each.max_new_tokens for each in of_lengths]
-        memory.plot(lengths, [fullest_rank(each, machine).needed_bytes / GIB for each in of_lengths],
-                    **look(number), label=label)  # fmt: skip
+        memory.plot(
+            lengths,
+            [fullest_rank(each, machine).needed_bytes / GIB for each in of_lengths],
+            **look(number),
+            label=label,
+        )
         timed = [timing(each, machine) for each in of_lengths]
         times.plot(lengths, [1e3 * each.plain_s for each in timed], **look(number), label=f"plain, {label}")
         drafted = [1e3 * each.speculative_s for each in timed if each.speculative_s is not None]

@@ -9,18 +9,25 @@ from llama_ssp.settings.fields import setting
 from llama_ssp.settings.schema import PlanConfig
 
 HTML = ReportFormat(
-    name="html", write="llama_ssp.extensions.reports.html:report", file="report.html", order=1,
-    purpose="the same with plots", remedy="llama-ssp report writes report.html later",
-)  # fmt: skip
+    name="html",
+    write="llama_ssp.extensions.reports.html:report",
+    file="report.html",
+    order=1,
+    purpose="the same with plots",
+    remedy="llama-ssp report writes report.html later",
+)
 CSV = ReportFormat(name="csv", write="llama_ssp.extensions.reports.tables:runs_to_csv", file="runs.csv", order=2)
 MARKDOWN = ReportFormat(name="markdown", write="llama_ssp.extensions.reports.papers:to_markdown", order=3)
 LATEX = ReportFormat(name="latex", write="llama_ssp.extensions.reports.papers:to_latex", order=4)
 
 COMMAND = Command(
-    name="report", usage="FOLDER... [figure=FILE | --output=DIR | --table=FORM]",
-    purpose="a page of figures and tables of finished runs", order=4,
-    run="llama_ssp.extensions.reports.command:main", of_sweeps="makes one report",
-)  # fmt: skip
+    name="report",
+    usage="FOLDER... [figure=FILE | --output=DIR | --table=FORM]",
+    purpose="a page of figures and tables of finished runs",
+    order=4,
+    run="llama_ssp.extensions.reports.command:main",
+    of_sweeps="makes one report",
+)
 
 
 @dataclass(kw_only=True)

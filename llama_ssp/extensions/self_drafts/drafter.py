@@ -52,11 +52,11 @@ class _Part:
         number: int = self._target.num_allocations
         return number
 
-    def allocate(self, *, batch_size: int, capacity: int, reads: Reads = Reads.all, num_rolled_back: int = 0) -> None:  # noqa: ARG002
+    def allocate(self, *, batch_size: int, capacity: int, reads: Reads = Reads.all, num_rolled_back: int = 0) -> None:
         """Follow the target, which allocates first."""
         self.model.follow(self._target, None, reads=reads)
 
-    def fill(self, lengths_B1: Tensor, rows_B: Tensor | None) -> Tensor:  # noqa: ARG002
+    def fill(self, lengths_B1: Tensor, rows_B: Tensor | None) -> Tensor:
         """The slot (B, 1) of the newest token of each of these rows in the cache, which holds what it is to see."""
         return lengths_B1 - 1
 
@@ -86,11 +86,11 @@ class _Window(_Part, OwnBuckets):
         """Allocations of both caches."""
         return super().num_allocations + self._num_caches
 
-    def own_bucket(self, bucket: int) -> int:  # noqa: ARG002
+    def own_bucket(self, bucket: int) -> int:
         """All slots of the small cache."""
         return self._num_slots
 
-    def allocate(self, *, batch_size: int, capacity: int, reads: Reads = Reads.all, num_rolled_back: int = 0) -> None:  # noqa: ARG002
+    def allocate(self, *, batch_size: int, capacity: int, reads: Reads = Reads.all, num_rolled_back: int = 0) -> None:
         """Make the small cache of as many rows."""
         if self._cache is None or self._cache.num_rows != batch_size:
             self._cache = self._target.new_cache(num_slots=self._num_slots)
@@ -155,7 +155,7 @@ class SelfDrafter(StepwiseDrafter):
             state.copy_(before)
         return draft
 
-    def _reading(self, rows: Rows, *, bucket: int, num_unread: int) -> ReadLevel:  # noqa: ARG002
+    def _reading(self, rows: Rows, *, bucket: int, num_unread: int) -> ReadLevel:
         newest_B1 = rows.lengths_B[:, None] - 1
         root_B1 = self._part.fill(newest_B1 + 1, rows.places)
         has_window = isinstance(self._part, _Window)

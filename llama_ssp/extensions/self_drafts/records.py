@@ -144,11 +144,19 @@ def _terms(draft: SelfConfig, round_: RoundSizes) -> DraftTerms:
 
 # Source: arXiv:2404.16710 (first layers), arXiv:2410.06916 (skipped layers), arXiv:2408.11049 (window and sinks).
 SELF = DrafterRecord(
-    name=KIND, make="llama_ssp.extensions.self_drafts.drafter:SelfDrafter", config=SelfConfig, draws=True,
-    reads_target=True, alone=lambda draft: replace(draft, restores=True), has_trees=True,
-    ranges=_RANGES, problems=_problems,
-    terms=_terms, copies=_copies, step_name="draft by the target's own layers",
+    name=KIND,
+    make="llama_ssp.extensions.self_drafts.drafter:SelfDrafter",
+    config=SelfConfig,
+    draws=True,
+    reads_target=True,
+    alone=lambda draft: replace(draft, restores=True),
+    has_trees=True,
+    ranges=_RANGES,
+    problems=_problems,
+    terms=_terms,
+    copies=_copies,
+    step_name="draft by the target's own layers",
     sees_window=lambda draft: draft.window is not None,
-)  # fmt: skip
+)
 # After advice on choices: it names other ways.
 LENGTHS = Adviser(name="lengths", order=3, notes="llama_ssp.extensions.self_drafts.lengths:notes")

@@ -88,7 +88,8 @@ class Front:
         allowed = [self._task.allow_origin] if self._task.allow_origin else []
         cors = Middleware(CORSMiddleware, allow_origins=allowed, allow_methods=["*"], allow_headers=["*"])
         routes = [
-            Route("/v1/models", self._models), Route("/v1/models/{name:path}", self._models),
+            Route("/v1/models", self._models),
+            Route("/v1/models/{name:path}", self._models),
             Route("/v1/completions", partial(self._complete, is_chat=False), methods=["POST"]),
             Route("/v1/chat/completions", partial(self._complete, is_chat=True), methods=["POST"]),
             Route("/v1/responses", self._respond, methods=["POST"]),
@@ -96,8 +97,9 @@ class Front:
             Route("/detokenize", self._detokenize, methods=["POST"]),
             *(Route(f"/{'' if name == _PAGE[0] else name}", _file_of(name)) for name in _PAGE if self._task.page),
             Route("/favicon.ico", lambda _: Response(status_code=204)),
-            Route("/health", self._health), Route("/metrics", self._count),
-        ]  # fmt: skip
+            Route("/health", self._health),
+            Route("/metrics", self._count),
+        ]
         app = Starlette(
             routes=routes,
             middleware=[
@@ -108,11 +110,21 @@ class Front:
             exception_handlers=dict.fromkeys((RequestError, ClientDisconnect, 404, 405, Exception), self._refuse),
         )
         server = uvicorn.Config(
-            app, log_config=None, access_log=False, server_header=False, limit_concurrency=_MOST_OPEN,
-            timeout_graceful_shutdown=int(_CLOSE_S), timeout_keep_alive=int(2 * _READ_S), lifespan="off", ws="none",
-            http=Connection, proxy_headers=self._task.proxy is not None, forwarded_allow_ips=self._task.proxy or "",
-            callback_notify=self._close_idle, timeout_notify=int(_READ_S),
-        )  # fmt: skip
+            app,
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            limit_concurrency=_MOST_OPEN,
+            timeout_graceful_shutdown=int(_CLOSE_S),
+            timeout_keep_alive=int(2 * _READ_S),
+            lifespan="off",
+            ws="none",
+            http=Connection,
+            proxy_headers=self._task.proxy is not None,
+            forwarded_allow_ips=self._task.proxy or "",
+            callback_notify=self._close_idle,
+            timeout_notify=int(_READ_S),
+        )
         self._server, self._idle = uvicorn.Server(server), set[tuple[Any, ...]]()
         self._thread = threading.Thread(
             target=self._server.run, kwargs={"sockets": [self._socket]}, daemon=True, name="http"
@@ -171,10 +183,15 @@ class Front:
 
     async def _models(self, request: Request) -> Response:
         models = {
-            name: {"id": name, "object": "model", "created": self._created, "owned_by": "llama-ssp",
-                   "max_model_len": self._reader.length}
+            name: {
+                "id": name,
+                "object": "model",
+                "created": self._created,
+                "owned_by": "llama-ssp",
+                "max_model_len": self._reader.length,
+            }
             for name in self._reader.names
-        }  # fmt: skip
+        }
         asked = request.path_params.get("name")
         if asked is None:
             return Json({"object": "list", "data": [*models.values()]})
@@ -220,9 +237,14 @@ class Front:
         return asked
 
     async def _answer(
-        self, request: Request, asked: Asked, arrived_s: float, *, whole: Callable[[], dict[str, object]],
+        self,
+        request: Request,
+        asked: Asked,
+        arrived_s: float,
+        *,
+        whole: Callable[[], dict[str, object]],
         events: Callable[[AsyncIterator[tuple[Answer, str]]], AsyncIterator[bytes]],
-    ) -> Response:  # fmt: skip
+    ) -> Response:
         """Let the decoder answer; `whole` makes the body of the answer, `events` that of a stream."""
         parts: _Parts = asyncio.Queue()
         loop = asyncio.get_running_loop()

@@ -110,7 +110,7 @@ class RequestError(Exception):
 
     def body(self) -> dict[str, object]:
         """The error in OpenAI's form."""
-        kind = "invalid_request_error" if self.status < 500 else "server_error"  # noqa: PLR2004 - HTTP's
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
@@ -207,8 +207,9 @@ class Inbox:
         clients = {taker.client for taker in self._takers.values()}
         keys = {one.key for one in clients}
         among: list[tuple[str | ClientId, set[Any]]] = [
-            (client.key, keys), (client, {one for one in clients if one.key == client.key})
-        ]  # fmt: skip
+            (client.key, keys),
+            (client, {one for one in clients if one.key == client.key}),
+        ]
         begun = {
             new: max(self._had.get(new, 0), min((self._had[one] for one in there), default=0)) for new, there in among
         }

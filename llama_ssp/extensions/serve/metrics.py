@@ -132,7 +132,7 @@ class Metrics:
 
     def retry_s(self) -> int:
         """Seconds after which a waiting place is free again, by the rate at which completions ended lately."""
-        if len(self._ended_s) < 2:  # noqa: PLR2004 - a rate needs two
+        if len(self._ended_s) < 2:
             return 1
         rate = (len(self._ended_s) - 1) / max(time.monotonic() - self._ended_s[0], 1e-3)
         return max(1, min(round(1 / rate), 60))

@@ -42,38 +42,75 @@ MOST_SAMPLES, MOST_PROMPTS, MOST_STOPS, MOST_STOP, MOST_TOP, MOST_DRAFTED = 128,
 _NUMBER, _WHOLE, _FLAG, _TEXT, _OBJECT = "a number", "a whole number", "true or false", "a text", "an object"
 _KINDS: dict[str, Any] = {_NUMBER: (int, float), _WHOLE: int, _FLAG: bool, _TEXT: str, _OBJECT: dict}
 _SAMPLING = {
-    "temperature": _NUMBER, "top_p": _NUMBER, "top_k": _WHOLE, "min_p": _NUMBER, "repetition_penalty": _NUMBER,
-    "frequency_penalty": _NUMBER, "presence_penalty": _NUMBER, "logit_bias": _OBJECT,
-}  # fmt: skip
+    "temperature": _NUMBER,
+    "top_p": _NUMBER,
+    "top_k": _WHOLE,
+    "min_p": _NUMBER,
+    "repetition_penalty": _NUMBER,
+    "frequency_penalty": _NUMBER,
+    "presence_penalty": _NUMBER,
+    "logit_bias": _OBJECT,
+}
 _OF_BOTH = _SAMPLING | {
-    "model": _TEXT, "n": _WHOLE, "seed": _WHOLE, "stop": "a text or a list of texts", "stream": _FLAG,
-    "stream_options": _OBJECT, "ignore_eos": _FLAG, "max_tokens": _WHOLE, "min_tokens": _WHOLE,
-    "stop_token_ids": "a list of token ids", "include_stop_str_in_output": _FLAG, "speculative": _FLAG,
-    "num_draft_tokens": _WHOLE, "return_accepted_lengths": _FLAG, "return_rounds": _FLAG,
-    "return_token_ids": _FLAG, "return_tokens_as_token_ids": _FLAG,
-}  # fmt: skip
+    "model": _TEXT,
+    "n": _WHOLE,
+    "seed": _WHOLE,
+    "stop": "a text or a list of texts",
+    "stream": _FLAG,
+    "stream_options": _OBJECT,
+    "ignore_eos": _FLAG,
+    "max_tokens": _WHOLE,
+    "min_tokens": _WHOLE,
+    "stop_token_ids": "a list of token ids",
+    "include_stop_str_in_output": _FLAG,
+    "speculative": _FLAG,
+    "num_draft_tokens": _WHOLE,
+    "return_accepted_lengths": _FLAG,
+    "return_rounds": _FLAG,
+    "return_token_ids": _FLAG,
+    "return_tokens_as_token_ids": _FLAG,
+}
 _OF_TEXTS = _OF_BOTH | {"prompt": "a text, token ids, or a list of these", "echo": _FLAG, "logprobs": _WHOLE}
 _OF_CHATS = _OF_BOTH | {
-    "messages": "a list of objects with role and content", "logprobs": _FLAG, "top_logprobs": _WHOLE,
-    "max_completion_tokens": _WHOLE, "chat_template_kwargs": _OBJECT, "reasoning_effort": _TEXT,
-    "tools": "a list of functions", "tool_choice": "a text or an object", "parallel_tool_calls": _FLAG,
-}  # fmt: skip
+    "messages": "a list of objects with role and content",
+    "logprobs": _FLAG,
+    "top_logprobs": _WHOLE,
+    "max_completion_tokens": _WHOLE,
+    "chat_template_kwargs": _OBJECT,
+    "reasoning_effort": _TEXT,
+    "tools": "a list of functions",
+    "tool_choice": "a text or an object",
+    "parallel_tool_calls": _FLAG,
+}
 _OF_TOKENIZE = {
-    "model": _TEXT, "prompt": _TEXT, "add_special_tokens": _FLAG, "add_generation_prompt": _FLAG,
+    "model": _TEXT,
+    "prompt": _TEXT,
+    "add_special_tokens": _FLAG,
+    "add_generation_prompt": _FLAG,
     "return_token_strs": _FLAG,
     **{
         name: _OF_CHATS[name]
         for name in ("messages", "tools", "tool_choice", "chat_template_kwargs", "reasoning_effort")
     },
-}  # fmt: skip
+}
 _OF_DETOKENIZE = {"model": _TEXT, "tokens": "a list of token ids"}
 _NOTES = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
 _WITHOUT_EFFECT: dict[str, tuple[object, ...]] = {
-    "best_of": (1,), "suffix": ("",), "tools": ([],), "functions": ([],), "tool_choice": ("none", "auto"),
-    "parallel_tool_calls": (True, False), "response_format": ({"type": "text"},), "modalities": (["text"],),
-    "use_beam_search": (False,), "length_penalty": (1, 1.0), "skip_special_tokens": (True,),
-    "spaces_between_special_tokens": (True,), "add_generation_prompt": (True,), "add_special_tokens": (True,),
-}  # fmt: skip
+    "best_of": (1,),
+    "suffix": ("",),
+    "tools": ([],),
+    "functions": ([],),
+    "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "use_beam_search": (False,),
+    "length_penalty": (1, 1.0),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "add_generation_prompt": (True,),
+    "add_special_tokens": (True,),
+}
 """Values that change nothing of fields that the server does not have."""
 _OFF = {"top_k": (0, -1), "top_p": (1,), "min_p": (0,)}
 _STREAM_OPTIONS = ("include_usage", "continuous_usage_stats", "include_obfuscation")
@@ -92,10 +129,17 @@ class Asked:
     """
 
     def __init__(
-        self, given: Mapping[str, Any], completions: list[ServedRequest], tokenizer: PreTrainedTokenizerBase, *,
-        is_chat: bool, model: str, tools: Tools | None = None, structure: tuple[str, str] | None = None,
+        self,
+        given: Mapping[str, Any],
+        completions: list[ServedRequest],
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        is_chat: bool,
+        model: str,
+        tools: Tools | None = None,
+        structure: tuple[str, str] | None = None,
         thoughts: Thoughts | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.structure = structure
         self.completions, self.num_samples = completions, given.get("n", 1)
         self.streams: bool = given.get("stream", False)
@@ -106,9 +150,11 @@ class Asked:
         kind = f"chat.completion{'.chunk' if self.streams else ''}" if is_chat else "text_completion"
         self.model = model
         self._head = {
-            "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid4().hex}", "object": kind, "created": int(time.time()),
+            "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid4().hex}",
+            "object": kind,
+            "created": int(time.time()),
             "model": model,
-        }  # fmt: skip
+        }
         names_ids = bool(given.get("return_tokens_as_token_ids"))
         self.answers = [
             Answer(completion, tokenizer, index, is_chat=is_chat, names_ids=names_ids, tools=tools, thoughts=thoughts)
@@ -148,7 +194,9 @@ class Asked:
         num_new = sum(len(answer.token_ids) for answer in self.answers)
         ended = [answer.last for answer in self.answers if answer.last]
         return {
-            "prompt_tokens": num_prompt, "completion_tokens": num_new, "total_tokens": num_prompt + num_new,
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_new,
+            "total_tokens": num_prompt + num_new,
             "prompt_tokens_details": {"cached_tokens": num_held},
             "completion_tokens_details": {
                 "reasoning_tokens": sum(answer.num_thought for answer in self.answers),
@@ -156,7 +204,7 @@ class Asked:
                 "rejected_prediction_tokens": sum(part.num_rejected for part in ended),
                 "rounds": sum(len(part.accepted_lengths) for part in ended),
             },
-        }  # fmt: skip
+        }
 
 
 class BodyReader:
@@ -207,13 +255,20 @@ class BodyReader:
         sampling = self._sampling(given)
         depends_on_k = "seed" in given and sampling.temperature > 0 and not self._config.speculation.chooser
         first = ServedRequest(
-            index=0, prompt_ids=prompts[0], max_new_tokens=0, sampling=sampling,
-            ignores_eos=given.get("ignore_eos", False), seed=given.get("seed", secrets.randbits(63)),
-            num_top=_num_top(given, is_chat=is_chat), scores_prompt=echoes,
+            index=0,
+            prompt_ids=prompts[0],
+            max_new_tokens=0,
+            sampling=sampling,
+            ignores_eos=given.get("ignore_eos", False),
+            seed=given.get("seed", secrets.randbits(63)),
+            num_top=_num_top(given, is_chat=is_chat),
+            scores_prompt=echoes,
             stops=StopStrings(self._maker.tokenizer, stops) if stops else None,
-            stop_ids=self._stop_ids(given), shows_stop=given.get("include_stop_str_in_output", False),
-            num_draft_tokens=self._most_drafted(given), keeps_lengths=depends_on_k,
-        )  # fmt: skip
+            stop_ids=self._stop_ids(given),
+            shows_stop=given.get("include_stop_str_in_output", False),
+            num_draft_tokens=self._most_drafted(given),
+            keeps_lengths=depends_on_k,
+        )
         structure: tuple[str, str] | None = None
         for name in SERVED_FIELDS.all().keys() & given.keys():
             try:
@@ -237,10 +292,15 @@ class BodyReader:
         is_restricted = first.sampling and constraint_asked(first.sampling)
         may_think = is_chat and (tools.follow_thoughts if tools else not is_restricted)
         return Asked(
-            given, completions, self._maker.tokenizer, is_chat=is_chat, model=given.get("model", self.names[0]),
-            tools=tools, structure=structure,
+            given,
+            completions,
+            self._maker.tokenizer,
+            is_chat=is_chat,
+            model=given.get("model", self.names[0]),
+            tools=tools,
+            structure=structure,
             thoughts=thoughts_of(self._maker.tokenizer, given.get("tools"), prompts[0]) if may_think else None,
-        )  # fmt: skip
+        )
 
     def tokenize(self, body: object) -> dict[str, object]:
         """The tokens of the prompt or the messages of a body, as an answer; raises RequestError."""
@@ -346,7 +406,7 @@ class BodyReader:
 
     def _biases(self, given: Mapping[str, Any]) -> dict[int, float]:
         is_read = len(given) <= MOST_BIASES and all(
-            token.isdecimal() and len(token) < 10 and int(token) < self._maker.vocab_size and _is(_NUMBER, bias)  # noqa: PLR2004
+            token.isdecimal() and len(token) < 10 and int(token) < self._maker.vocab_size and _is(_NUMBER, bias)
             for token, bias in given.items()
         )
         if not is_read:
@@ -472,7 +532,7 @@ def _stops(given: Mapping[str, Any]) -> list[str]:
 
 def _is(kind: str, value: object) -> bool:
     is_kind = isinstance(value, _KINDS[kind]) and (kind == _FLAG or not isinstance(value, bool))
-    return is_kind and not (isinstance(value, int | float) and abs(value) > 1e300) and value == value  # noqa: PLR0124, PLR2004
+    return is_kind and not (isinstance(value, int | float) and abs(value) > 1e300) and value == value  # noqa: PLR0124
 
 
 def _is_id(value: object) -> bool:
@@ -499,9 +559,16 @@ class Answer:
     """
 
     def __init__(
-        self, request: ServedRequest, tokenizer: PreTrainedTokenizerBase, index: int, *, is_chat: bool,
-        names_ids: bool = False, tools: Tools | None = None, thoughts: Thoughts | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        request: ServedRequest,
+        tokenizer: PreTrainedTokenizerBase,
+        index: int,
+        *,
+        is_chat: bool,
+        names_ids: bool = False,
+        tools: Tools | None = None,
+        thoughts: Thoughts | None = None,
+    ) -> None:
         self._tokenizer, self._index, self._is_chat, self._names_ids = tokenizer, index, is_chat, names_ids
         self._stops = request.stops.texts if request.stops else ()
         self._is_constrained = request.sampling is not None and constraint_asked(request.sampling) is not None

@@ -24,9 +24,15 @@ from llama_ssp.text.messages import installing, said
 
 MOST_TOKENS, NUM_ROWS = 4096, 8
 _OF_BODIES = (
-    "chat", "num_samples", "ignore_eos", "stop_strings", "logprobs", "prompt_logprobs", "sampling.bad_words",
+    "chat",
+    "num_samples",
+    "ignore_eos",
+    "stop_strings",
+    "logprobs",
+    "prompt_logprobs",
+    "sampling.bad_words",
     "sampling.min_new_tokens",
-)  # fmt: skip
+)
 
 
 @dataclass(kw_only=True)
@@ -153,11 +159,14 @@ SERVE = TaskSpec(
     if_lost="start the server again: its requests got status 503",
 )
 COMMAND = Command(
-    name="serve", usage="[SETTING=VALUE ...] [ranks=N]", purpose="answer requests by HTTP, as OpenAI's API does",
-    order=2, task="serve",
+    name="serve",
+    usage="[SETTING=VALUE ...] [ranks=N]",
+    purpose="answer requests by HTTP, as OpenAI's API does",
+    order=2,
+    task="serve",
     example="  llama-ssp serve model=30B draft=7B port=8000   "
     "answers requests by HTTP as OpenAI's API does: task=serve",
-)  # fmt: skip
+)
 
 
 def batch_lines(config: RunConfig) -> list[str]:

@@ -16,8 +16,10 @@ from llama_ssp.extensions.serve.tools import Call
 
 _RENAMED = {"max_output_tokens": "max_completion_tokens"}
 _WITHOUT_EFFECT: dict[str, tuple[object, ...]] = {
-    "truncation": ("disabled", "auto"), "background": (False,), "store": (True, False),
-}  # fmt: skip
+    "truncation": ("disabled", "auto"),
+    "background": (False,),
+    "store": (True, False),
+}
 """With either `truncation`, an input that is too long is refused."""
 _LOGPROBS = "message.output_text.logprobs"
 _INCLUDED = {_LOGPROBS, "reasoning.encrypted_content"}
@@ -155,27 +157,46 @@ class Response:
             self._output = [self._item(kind, is_done=True) for kind in self._kinds()]
             self._output += [self._of_call(call) for call in self._answer.calls]
         return self._echoes() | {
-            "id": self._id, "object": "response", "created_at": self._created, "model": self._asked.model,
-            "status": "in_progress" if not ended else "incomplete" if is_cut else "completed", "error": None,
+            "id": self._id,
+            "object": "response",
+            "created_at": self._created,
+            "model": self._asked.model,
+            "status": "in_progress" if not ended else "incomplete" if is_cut else "completed",
+            "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
             "output": self._output if ended else [],
             "usage": {
-                "input_tokens": used["prompt_tokens"], "output_tokens": used["completion_tokens"],
-                "total_tokens": used["total_tokens"], "input_tokens_details": used["prompt_tokens_details"],
+                "input_tokens": used["prompt_tokens"],
+                "output_tokens": used["completion_tokens"],
+                "total_tokens": used["total_tokens"],
+                "input_tokens_details": used["prompt_tokens_details"],
                 "output_tokens_details": {"reasoning_tokens": self._answer.num_thought},
-            } if ended else None,
-        }  # fmt: skip
+            }
+            if ended
+            else None,
+        }
 
     def _echoes(self) -> dict[str, object]:
         """What the body asked for, or the server's own values."""
         sampling = self._asked.completions[0].sampling
         default: dict[str, object] = {
-            "instructions": None, "max_output_tokens": None, "metadata": {}, "parallel_tool_calls": True,
-            "previous_response_id": None, "reasoning": {"effort": None, "summary": None}, "store": False,
-            "temperature": sampling and sampling.temperature, "text": {"format": {"type": "text"}},
-            "tool_choice": "auto", "tools": [], "top_p": (sampling and sampling.top_p) or 1.0,
-            "truncation": "disabled", "user": None, "background": False, "top_logprobs": 0,
-        }  # fmt: skip
+            "instructions": None,
+            "max_output_tokens": None,
+            "metadata": {},
+            "parallel_tool_calls": True,
+            "previous_response_id": None,
+            "reasoning": {"effort": None, "summary": None},
+            "store": False,
+            "temperature": sampling and sampling.temperature,
+            "text": {"format": {"type": "text"}},
+            "tool_choice": "auto",
+            "tools": [],
+            "top_p": (sampling and sampling.top_p) or 1.0,
+            "truncation": "disabled",
+            "user": None,
+            "background": False,
+            "top_logprobs": 0,
+        }
         return default | {name: self._body[name] for name in default if self._body.get(name) is not None}
 
     def _kinds(self) -> list[str]:

@@ -57,20 +57,32 @@ class Form(NamedTuple):
 
 
 _HERMES = Form(
-    re.compile(r'(?s)(?!.*<(?:function=|arg_key>)).*<tool_call>.*arguments\\?"'), "<tool_call>", "</tool_call>",
-    "arguments", r'"\n" one "\n" {end} ("\n" {mark} "\n" one "\n" {end})*', r'"\n" one "\n" {end}',
-)  # fmt: skip
+    re.compile(r'(?s)(?!.*<(?:function=|arg_key>)).*<tool_call>.*arguments\\?"'),
+    "<tool_call>",
+    "</tool_call>",
+    "arguments",
+    r'"\n" one "\n" {end} ("\n" {mark} "\n" one "\n" {end})*',
+    r'"\n" one "\n" {end}',
+)
 _MISTRAL = Form(
-    re.compile(r"(?s)(?!.*\[ARGS\]).*\[TOOL_CALLS\]"), "[TOOL_CALLS]", "", "arguments",
-    '" "? "[" one (", " one)* "]"', '" "? "[" one "]"',
-)  # fmt: skip
+    re.compile(r"(?s)(?!.*\[ARGS\]).*\[TOOL_CALLS\]"),
+    "[TOOL_CALLS]",
+    "",
+    "arguments",
+    '" "? "[" one (", " one)* "]"',
+    '" "? "[" one "]"',
+)
 _LLAMA = Form(
     re.compile(r'(?s)(?=.*ipython).*parameters\\?"'), "<|python_tag|>", "", "parameters", "one", "one", is_bare=True
 )
 _APRIEL = Form(
-    re.compile(r"(?s).*<tool_calls>\["), "<tool_calls>", "</tool_calls>", "arguments",
-    '"[" one (", " one)* "]" {end}', '"[" one "]" {end}',
-)  # fmt: skip
+    re.compile(r"(?s).*<tool_calls>\["),
+    "<tool_calls>",
+    "</tool_calls>",
+    "arguments",
+    '"[" one (", " one)* "]" {end}',
+    '"[" one "]" {end}',
+)
 _FORMS = (_MISTRAL, _APRIEL, _HERMES, _LLAMA)
 _BARE = '{"name"'
 """Begins a call without a mark after text; at the beginning of an answer { does."""
@@ -128,9 +140,13 @@ def tools_of(given: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> To
     grammar = _grammar(form, functions, tokenizer, is_single=is_single, may_be_text=choice == "auto")
     called = frozenset(one["name"] for one in functions)
     return Tools(
-        form, called, special_marks((form.mark, form.end), tokenizer), grammar if is_constrained else None, offered,
+        form,
+        called,
+        special_marks((form.mark, form.end), tokenizer),
+        grammar if is_constrained else None,
+        offered,
         follow_thoughts=not is_constrained or (choice == "auto" and not form.is_bare),
-    )  # fmt: skip
+    )
 
 
 def _choice(given: Mapping[str, Any], names: Collection[str]) -> str:
@@ -184,9 +200,13 @@ def special_marks(texts: Collection[str], tokenizer: PreTrainedTokenizerBase) ->
 
 
 def _grammar(
-    form: Form, functions: Sequence[Mapping[str, Any]], tokenizer: PreTrainedTokenizerBase, *, is_single: bool,
+    form: Form,
+    functions: Sequence[Mapping[str, Any]],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    is_single: bool,
     may_be_text: bool,
-) -> str:  # fmt: skip
+) -> str:
     """Write the grammar of calls of these functions, or of a text before or in place of them."""
     ids = {text: token for token, text in special_marks((form.mark, form.end), tokenizer).items()}
     mark, end = (f"<[{ids[text]}]>" if text in ids else json.dumps(text) for text in (form.mark, form.end))

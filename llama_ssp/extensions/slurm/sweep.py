@@ -42,9 +42,20 @@ _SCRIPT = catalogue.conf_dir().parent / "launch" / "slurm.sbatch"
 # Variables of the submitting process that the job would take for its own. Users have others such as GROUP_HOME.
 _PREFIXES_OF_THIS_PROCESS = ("SLURM_", "TORCHELASTIC_")
 _OF_THIS_PROCESS = {
-    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK",
-    "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT", "RUN_ID", AGENT,
-}  # fmt: skip
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "GROUP_WORLD_SIZE",
+    "ROLE_RANK",
+    "ROLE_WORLD_SIZE",
+    "ROLE_NAME",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "RUN_ID",
+    AGENT,
+}
 _ARGUMENTS_FILE = "job.args"
 
 
@@ -217,11 +228,13 @@ def _command(group: Sequence[_Job], settings: SlurmConfig, *, after: str | None)
         "dependency": f"afterany:{after}" if after else None,
     }
     return [
-        "sbatch", "--parsable",
+        "sbatch",
+        "--parsable",
         *(f"--{name}={value}" for name, value in options.items() if value is not None),
-        *settings.sbatch, str(_SCRIPT),
+        *settings.sbatch,
+        str(_SCRIPT),
         *(["--arguments-in", str(folder)] if is_array else _arguments(first, settings)),
-    ]  # fmt: skip
+    ]
 
 
 def _arguments(job: _Job, settings: SlurmConfig) -> list[str]:
@@ -304,7 +317,7 @@ def _copies(run: RunConfig, folder: str | None) -> Iterator[_Copy]:
 
 def _weights_here(model: ModelConfig) -> Path:
     """Return the model's folder, or its snapshot in the hub's cache; never downloads."""
-    from llama_ssp.weights import hub  # noqa: PLC0415 - only staged models need it
+    from llama_ssp.weights import hub
 
     folder = hub.folder_here(model)
     if model.path is not None and folder and not folder.is_dir():

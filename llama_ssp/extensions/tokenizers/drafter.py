@@ -178,9 +178,14 @@ class IntersectionDrafter(StepwiseDrafter, OwnBuckets):
         width, bucket = self._first_W.shape[0], self.own_bucket(bucket)
         num_unread = width + (num_unread - 2) * (width - 1)
         catch_up(
-            self.runner, own_BX, own_lengths_B1, num_unread=num_unread, num_kept=width, bucket=bucket,
+            self.runner,
+            own_BX,
+            own_lengths_B1,
+            num_unread=num_unread,
+            num_kept=width,
+            bucket=bucket,
             cache_rows_B=rows.places,
-        )  # fmt: skip
+        )
 
         def logits_of(level: Level | None) -> Tensor:
             wanted_B1: Tensor | None = None

@@ -38,12 +38,16 @@ class TokenizerConfig(ModelDraftConfig):
 SETTINGS = MoreSettings(name="tokenizer", config=TokenizerConfig, after="fallback")
 # Source: arXiv:2502.05202. Its logits have one more column, and are moved to the target's ids.
 OWN = DraftVocabulary(
-    name="own", setting="tokenizer", value=DraftTokenizer.own,
+    name="own",
+    setting="tokenizer",
+    value=DraftTokenizer.own,
     make="llama_ssp.extensions.tokenizers.drafter:IntersectionDrafter",
     check="llama_ssp.extensions.tokenizers.alignment:check",
     prepare="llama_ssp.extensions.tokenizers.alignment:pair_of",
-    slots_per_slot=OWN_SLOTS_PER_SLOT, first_positions=MOST_PIECES + 1, logits_bytes=8,
-)  # fmt: skip
+    slots_per_slot=OWN_SLOTS_PER_SLOT,
+    first_positions=MOST_PIECES + 1,
+    logits_bytes=8,
+)
 
 
 def no_effect(draft: str) -> str:

@@ -62,11 +62,11 @@ class Windowed(OwnBuckets):
         number: int = self._runner.num_allocations + self._num_tables
         return number
 
-    def own_bucket(self, bucket: int) -> int:  # noqa: ARG002
+    def own_bucket(self, bucket: int) -> int:
         """All slots of a row."""
         return self._num_slots
 
-    def allocate(self, *, batch_size: int, capacity: int, reads: Reads = Reads.all, num_rolled_back: int = 0) -> None:  # noqa: ARG002
+    def allocate(self, *, batch_size: int, capacity: int, reads: Reads = Reads.all, num_rolled_back: int = 0) -> None:
         """Make room for a window of each row, at positions up to `capacity`."""
         how = {"num_positions": capacity} if isinstance(self._runner, LeanRunner) else {}
         self._runner.allocate(batch_size=batch_size, capacity=self._num_slots, reads=reads, **how)
@@ -88,14 +88,25 @@ class Windowed(OwnBuckets):
             yield slots_RT + skipped_R1 * (slots_RT >= self._sinks)
 
     def forward(
-        self, ids_BT: Tensor, positions_BT: Tensor, *, score_positions_BR: Tensor | None = None,
-        cache_rows_B: Tensor | None = None, tree: TreePlaces | None = None, begins: bool = False, **_others: object,
-    ) -> Tensor:  # fmt: skip
+        self,
+        ids_BT: Tensor,
+        positions_BT: Tensor,
+        *,
+        score_positions_BR: Tensor | None = None,
+        cache_rows_B: Tensor | None = None,
+        tree: TreePlaces | None = None,
+        begins: bool = False,
+        **_others: object,
+    ) -> Tensor:
         """See `Runner.forward`."""
         logits_BRV: Tensor = self._runner.forward(
-            ids_BT, positions_BT, bucket=self._num_slots, score_positions_BR=score_positions_BR,
-            cache_rows_B=cache_rows_B, tree=self._places(positions_BT, cache_rows_B, tree, begins=begins),
-        )  # fmt: skip
+            ids_BT,
+            positions_BT,
+            bucket=self._num_slots,
+            score_positions_BR=score_positions_BR,
+            cache_rows_B=cache_rows_B,
+            tree=self._places(positions_BT, cache_rows_B, tree, begins=begins),
+        )
         return logits_BRV
 
     def _places(
@@ -153,10 +164,18 @@ class WindowedHead(Windowed):
         return getattr(vars(self)["_runner"], name)
 
     def extend(
-        self, ids_BT: Tensor, hidden_BTE: Tensor, positions_BT: Tensor, *, cache_rows_B: Tensor | None = None,
-        tree: TreePlaces | None = None, begins: bool = False, bucket: int, consecutive: bool = True,  # noqa: ARG002
+        self,
+        ids_BT: Tensor,
+        hidden_BTE: Tensor,
+        positions_BT: Tensor,
+        *,
+        cache_rows_B: Tensor | None = None,
+        tree: TreePlaces | None = None,
+        begins: bool = False,
+        bucket: int,
+        consecutive: bool = True,
         **how: Any,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor]:
         """See `Head.extend`; for `begins` see `ends`."""
         places = self._places(positions_BT, cache_rows_B, tree, begins=begins)
         found: tuple[Tensor, Tensor] = self._runner.extend(
@@ -165,9 +184,14 @@ class WindowedHead(Windowed):
         return found
 
     def draft(
-        self, ids_BT: Tensor, context_BCE: Tensor, positions_BT: Tensor, *, cache_rows_B: Tensor | None = None,
+        self,
+        ids_BT: Tensor,
+        context_BCE: Tensor,
+        positions_BT: Tensor,
+        *,
+        cache_rows_B: Tensor | None = None,
         **how: Any,
-    ) -> Any:  # fmt: skip # noqa: ANN401 - see there
+    ) -> Any:  # noqa: ANN401 - see there
         """See `OnePassHead.draft`."""
         places = self._places(positions_BT, cache_rows_B)
         how |= {"bucket": self._num_slots, "cache_rows_B": cache_rows_B, "tree": places}
@@ -203,12 +227,15 @@ class WindowDrafter(ModelDrafter):
         self._windowed = Windowed(runner, sinks=config.sinks, window=config.window, most_nodes=most_nodes)
         super().__init__(replace(parts, runner=self._windowed))
 
-    def prefill(self, prompts: Prompts, *, rows: Sequence[int], buckets: Buckets) -> None:  # noqa: ARG002
+    def prefill(self, prompts: Prompts, *, rows: Sequence[int], buckets: Buckets) -> None:
         """Read the first and the last tokens of new prompts."""
         known_RS, rows_R = self._known(prompts.tokens_RS), to_device(rows, self.runner.device)
         first_R1 = torch.zeros_like(rows_R)[:, None]
         for positions_RT in self._windowed.ends(prompts.lengths_R, longest=max(prompts.lengths), rows_R=rows_R):
             self._windowed.forward(
-                known_RS.gather(1, positions_RT), positions_RT, score_positions_BR=first_R1, cache_rows_B=rows_R,
+                known_RS.gather(1, positions_RT),
+                positions_RT,
+                score_positions_BR=first_R1,
+                cache_rows_B=rows_R,
                 begins=True,
-            )  # fmt: skip
+            )

@@ -42,10 +42,12 @@ def _window(draft: object) -> int | None:
 
 # Source: arXiv:2309.17453 (the first tokens and a window).
 CACHE = DraftCache(
-    name="window", make="llama_ssp.extensions.windows.drafter:WindowDrafter",
-    of_head="llama_ssp.extensions.windows.drafter:of_head", taps="llama_ssp.extensions.windows.taps:WindowTaps",
+    name="window",
+    make="llama_ssp.extensions.windows.drafter:WindowDrafter",
+    of_head="llama_ssp.extensions.windows.drafter:of_head",
+    taps="llama_ssp.extensions.windows.taps:WindowTaps",
     num_kept=lambda draft: None if (window := _window(draft)) is None else window + draft.sinks,
-)  # fmt: skip
+)
 
 
 def _problems(config: RunConfig) -> Iterator[str | NoEffect]:
@@ -78,6 +80,9 @@ _CLASHES = {
     "an own tokenizer": "{window} needs a draft with the target's tokenizer: leave {own} out",
 }
 ABILITY = Ability(
-    name="a draft with a window", has=lambda config: _window(config.draft) is not None, clashes=_CLASHES,
-    words=lambda config: {"window": said("draft.window", _window(config.draft))}, problems=_problems,
-)  # fmt: skip
+    name="a draft with a window",
+    has=lambda config: _window(config.draft) is not None,
+    clashes=_CLASHES,
+    words=lambda config: {"window": said("draft.window", _window(config.draft))},
+    problems=_problems,
+)

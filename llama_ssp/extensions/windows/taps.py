@@ -62,7 +62,7 @@ class WindowTaps(Taps):
         behind_BT = positions_BT - self._sinks
         return positions_BT.where(behind_BT < 0, behind_BT.remainder(self._num_newest) + self._sinks)
 
-    def read_of_prompts(self, lengths_R: Tensor, *, first: int, longest: int) -> Iterator[Tensor]:  # noqa: ARG002
+    def read_of_prompts(self, lengths_R: Tensor, *, first: int, longest: int) -> Iterator[Tensor]:
         """See `Taps.read_of_prompts`: what a head sees of each prompt."""
         newest_T = torch.arange(-min(self._window + 1, longest), 0, device=lengths_R.device)
         sinks_RT = newest_T.new_zeros(len(lengths_R), 1) + torch.arange(self._sinks, device=lengths_R.device)

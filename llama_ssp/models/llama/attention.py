@@ -64,9 +64,15 @@ class OperatorAttention(Protocol):
     """Attention by an operator of a device, whose bits do not depend on other tokens."""
 
     def of_forward(
-        self, freqs_cis_S1P: Tensor, positions_BT: Tensor, view: CacheView, *,
-        tree: TreePlaces | None, seen_BT: Tensor | None, windows: Sequence[int | None],
-    ) -> dict[int | None, LayerAttention]:  # fmt: skip
+        self,
+        freqs_cis_S1P: Tensor,
+        positions_BT: Tensor,
+        view: CacheView,
+        *,
+        tree: TreePlaces | None,
+        seen_BT: Tensor | None,
+        windows: Sequence[int | None],
+    ) -> dict[int | None, LayerAttention]:
         """The attention of one forward, by window; for arguments see `LeanRunner`."""
 
     def whole_layers(
@@ -84,10 +90,16 @@ class Rotations(Workspace):
 
 
 def place_and_attend(
-    qkv_MO: Tensor, number: int, heads: Heads, norms: Sequence[RmsNorm],
+    qkv_MO: Tensor,
+    number: int,
+    heads: Heads,
+    norms: Sequence[RmsNorm],
     *,
-    rotate_write: Callable[..., None], buffer: BufferOf, cache_rows_B: Tensor | None, attend: Attend,
-) -> Tensor:  # fmt: skip
+    rotate_write: Callable[..., None],
+    buffer: BufferOf,
+    cache_rows_B: Tensor | None,
+    attend: Attend,
+) -> Tensor:
     """A `LayerAttention` of two parts: heads are turned and written to the cache, then attended to.
 
     `rotate_write` is that of `kernels.between` or of the device, for the tokens of this forward; `buffer` gives a
@@ -100,10 +112,16 @@ def place_and_attend(
 
 
 def attend_by_mask(
-    queries_MHD: Tensor, keys_BNSW: Tensor, values_BNSW: Tensor, heads: Heads,
+    queries_MHD: Tensor,
+    keys_BNSW: Tensor,
+    values_BNSW: Tensor,
+    heads: Heads,
     *,
-    mask_B1QS: Tensor, batch_size: int, by_position: bool, kept: KeptRows,
-) -> Tensor:  # fmt: skip
+    mask_B1QS: Tensor,
+    batch_size: int,
+    by_position: bool,
+    kept: KeptRows,
+) -> Tensor:
     """`Attend` by a mask with a row for each query of a group; `by_position`, one position after another."""
     group = heads.num // heads.num_kv
     keys_BNSD, values_BNSD = (kept.unpack(rows, queries_MHD.dtype) for rows in (keys_BNSW, values_BNSW))

@@ -213,11 +213,19 @@ class LeanRunner(CachedRunner):
                 self._lengths = LengthTables(batch_size=batch_size, num_slots=num_slots, device=self.device)
 
     def forward(  # noqa: PLR0913 - see `Runner`
-        self, ids_BT: Tensor, positions_BT: Tensor, *, bucket: int, score_positions_BR: Tensor | None = None,
-        cache_rows_B: Tensor | None = None, consecutive: bool = True, pieces: Pieces | None = None,
-        taps: Taps | None = None, tree: TreePlaces | None = None,
-        taken_B: Tensor | None = None,  # noqa: ARG002 - of states
-    ) -> Tensor:  # fmt: skip
+        self,
+        ids_BT: Tensor,
+        positions_BT: Tensor,
+        *,
+        bucket: int,
+        score_positions_BR: Tensor | None = None,
+        cache_rows_B: Tensor | None = None,
+        consecutive: bool = True,
+        pieces: Pieces | None = None,
+        taps: Taps | None = None,
+        tree: TreePlaces | None = None,
+        taken_B: Tensor | None = None,
+    ) -> Tensor:
         """See `Runner.forward`."""
         attention = self._attention(
             positions_BT, bucket=bucket, cache_rows_B=cache_rows_B, consecutive=consecutive, pieces=pieces, tree=tree

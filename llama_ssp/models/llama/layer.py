@@ -143,9 +143,16 @@ class Layer:
     """
 
     def __init__(
-        self, weights: Weights, number: int, *, heads: Heads, eps: float, comm: Comm, kernel: Kernel | None,
+        self,
+        weights: Weights,
+        number: int,
+        *,
+        heads: Heads,
+        eps: float,
+        comm: Comm,
+        kernel: Kernel | None,
         own: OwnKernels,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.number, self.heads = number, heads
         place = f"model.layers.{number}"
 

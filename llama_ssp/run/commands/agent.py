@@ -75,11 +75,17 @@ def run_ranks(command: Sequence[str], *, num_ranks: int, if_lost: str) -> int:
     program, *words = command
     launch = elastic_launch(
         LaunchConfig(
-            min_nodes=1, max_nodes=1, nproc_per_node=num_ranks, run_id=_RUN_ID, rdzv_backend=_BACKEND, max_restarts=0,
-            logs_specs=DefaultLogsSpecs(log_dir=os.devnull), signals_to_handle="SIGQUIT",
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=num_ranks,
+            run_id=_RUN_ID,
+            rdzv_backend=_BACKEND,
+            max_restarts=0,
+            logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
+            signals_to_handle="SIGQUIT",
         ),
         program,
-    )  # fmt: skip
+    )
     try:
         launch(*(word.replace("$", "$$") for word in words))  # the agent fills in ${local_rank}
     except SignalException:

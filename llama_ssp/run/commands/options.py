@@ -15,9 +15,12 @@ class Options(argparse.ArgumentParser):
 
     def __init__(self, usage: str, text: str | None, *, hint: str | None = None) -> None:
         super().__init__(
-            usage=usage, description=text, formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False, add_help=hint is None,
-        )  # fmt: skip
+            usage=usage,
+            description=text,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+            add_help=hint is None,
+        )
         self._hint = hint or f"; usage: {usage}; --help explains it"
 
     def error(self, message: str) -> NoReturn:

@@ -82,9 +82,14 @@ def _plain_part(run: RunConfig) -> str | None:
     rule = RULES.find(run.verification.rule)
     verification = run.verification if rule and rule.draws_by_position else schema.VerificationConfig()
     parts = replace(
-        run, draft=schema.DrafterConfig(), speculation=schema.SpeculationConfig(), verification=verification,
-        logprobs=None, prompt_logprobs=None, run_dir=None,
-    )  # fmt: skip
+        run,
+        draft=schema.DrafterConfig(),
+        speculation=schema.SpeculationConfig(),
+        verification=verification,
+        logprobs=None,
+        prompt_logprobs=None,
+        run_dir=None,
+    )
     return f"{parts} in {Path(str(run.run_dir))}"
 
 

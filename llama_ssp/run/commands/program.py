@@ -47,7 +47,7 @@ def _end_at_once(_number: int, _frame: FrameType | None) -> None:
 
 
 def _exit_code(words: list[str], num_ranks: int | None) -> int:
-    from llama_ssp.settings.commands import COMMANDS  # noqa: PLC0415 - see main
+    from llama_ssp.settings.commands import COMMANDS
 
     name, *rest = words or ["--help"]
     if "--version" in words[:2]:
@@ -57,7 +57,7 @@ def _exit_code(words: list[str], num_ranks: int | None) -> int:
             "\n".join([*(command.line for command in COMMANDS.all().values()), "    llama-ssp --version", _AFTER])
         )
     if name in {"-sc", "--shell-completion"}:
-        from llama_ssp.run.commands import run  # noqa: PLC0415 - see main
+        from llama_ssp.run.commands import run
 
         return run.main(words)
     command = COMMANDS.find(name)
@@ -67,7 +67,7 @@ def _exit_code(words: list[str], num_ranks: int | None) -> int:
         return ConfigError.exit_code
     if command.run:
         return int(imported(command.run, setting=name)(rest))
-    from llama_ssp.run.commands import own_ranks  # noqa: PLC0415 - see main
+    from llama_ssp.run.commands import own_ranks
 
     return own_ranks.main(of_task(command, rest) if command.task else rest, num_ranks=num_ranks)
 
@@ -83,7 +83,7 @@ def _gone() -> str:
 
 def _unknown_command(words: Sequence[str], known: Sequence[str]) -> str:
     """Report a first word that is no command of the program."""
-    from llama_ssp.settings.compose import as_settings  # noqa: PLC0415 - see main
+    from llama_ssp.settings.compose import as_settings
 
     if "=" in words[0] or words[0].startswith("-"):
         return f"{words[0]} follows a command, such as llama-ssp run {words[0]}; the commands are {', '.join(known)}"
@@ -112,7 +112,7 @@ def _show(text: str) -> int:
 
 
 def _version() -> str:
-    from llama_ssp.reports.provenance import git_commit, versions  # noqa: PLC0415 - see main
+    from llama_ssp.reports.provenance import git_commit, versions
 
     known, commit = versions(), git_commit()
     others = [f"{name} {known[name]}" for name in ("python", "torch", "transformers") if known[name]]

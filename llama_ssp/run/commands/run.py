@@ -47,7 +47,7 @@ def task_code() -> Act:
     """Import what runs one point on this rank."""
     wait_by_load(LOAD, os.environ)
     with startup.importing_torch():
-        from llama_ssp.run import pipeline  # noqa: PLC0415 - torch takes seconds to import
+        from llama_ssp.run import pipeline
     return pipeline.run
 
 

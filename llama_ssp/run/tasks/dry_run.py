@@ -86,9 +86,13 @@ def figures_of(config: PlanConfig) -> Figures:
 
 
 def show(
-    content: object, as_json: Callable[[], dict[str, Any]], form: PlanFormat, figures: Figures = NO_FIGURES, *,
+    content: object,
+    as_json: Callable[[], dict[str, Any]],
+    form: PlanFormat,
+    figures: Figures = NO_FIGURES,
+    *,
     tables: str = "llama_ssp.reports.plan_tables:show",
-) -> None:  # fmt: skip
+) -> None:
     """Draw figures, and print plans as JSON or as text, whose reader may end early.
 
     `tables` is `module:function` that prints the content with rich.
@@ -96,7 +100,7 @@ def show(
     needs_rich = [*figures] if form is PlanFormat.json else [f"format={form.value}"]
     try:
         if needs_rich:
-            import rich  # noqa: F401, PLC0415 - JSON needs none
+            import rich  # noqa: F401 - JSON needs none
     except ImportError as error:
         raise ConfigError(f"{needs_rich[0]} needs rich: pip install rich, or use format=json alone") from error
     for asked, (file, draw) in figures.items():
@@ -110,9 +114,12 @@ def show(
 def settings_of_run(config: RunConfig) -> dict[str, str]:
     """Phrases of messages for settings that a run does not have; see `shortage`."""
     words = {
-        "hardware": "a machine like {}", "hardware.num_gpus": "{} GPUs", "hardware.num_nodes": "{} nodes",
-        "placement.target.tp_size": "{} ranks", "prompt_tokens": "prompts of at most {} tokens",
-    }  # fmt: skip
+        "hardware": "a machine like {}",
+        "hardware.num_gpus": "{} GPUs",
+        "hardware.num_nodes": "{} nodes",
+        "placement.target.tp_size": "{} ranks",
+        "prompt_tokens": "prompts of at most {} tokens",
+    }
     setting = task_of(config).batch_size_setting
     return words | ({"batch_size": setting} if setting else {})
 
@@ -196,7 +203,7 @@ def with_sizes(config: _Config, *, is_plan: bool = False) -> _Config:
     def filled(model: ModelConfig) -> ModelConfig:
         if model.shape or model.path is not None or model.hub_id is None:
             return model
-        from llama_ssp.weights import hub  # noqa: PLC0415 - other plans need no client of the hub
+        from llama_ssp.weights import hub
 
         folder = hub.find_config(model, is_enough=is_plan)
         shape, stored = read_config(folder, of=head_in_target(model.name))
@@ -270,7 +277,7 @@ def check_models(config: RunConfig, *, world_size: int = 1) -> None:
             continue
         folder = read_path(model.path) if model.path is not None and config.reads_files else None
         if folder is None and model.shape is None and model.hub_id is not None:
-            from llama_ssp.weights import hub  # noqa: PLC0415 - other checks need no client of the hub
+            from llama_ssp.weights import hub
 
             folder = hub.find_config(model)
         shape = model.shape

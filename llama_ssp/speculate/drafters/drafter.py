@@ -247,9 +247,13 @@ class StepwiseDrafter:
 
 
 def draw_allowed(  # noqa: PLR0917 - as `Rule.draw`
-    rule: Rule, logits_B1V: Tensor, uniforms_B1P: Tensor, context: Context | None, forbidden_B1V: Tensor,
+    rule: Rule,
+    logits_B1V: Tensor,
+    uniforms_B1P: Tensor,
+    context: Context | None,
+    forbidden_B1V: Tensor,
     first_V: Tensor,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+) -> tuple[Tensor, Tensor | None]:
     """Draw as `Rule.draw`, from what masks leave; `first_V` is the law of a certain first token.
 
     Where nothing is left that a draft knows, the first token is drafted: any law is right that the token has.
@@ -315,9 +319,15 @@ class TreeTables(Workspace):
 
 
 def catch_up(
-    runner: Runner, tokens_BS: Tensor, lengths_B1: Tensor, *, num_unread: int, num_kept: int, bucket: int,
+    runner: Runner,
+    tokens_BS: Tensor,
+    lengths_B1: Tensor,
+    *,
+    num_unread: int,
+    num_kept: int,
+    bucket: int,
     cache_rows_B: Tensor | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Read the last `num_unread` tokens of each row, but for the last `num_kept`, into a model's cache, in chunks.
 
     A row with fewer tokens reads its first one several times.
@@ -327,9 +337,13 @@ def catch_up(
         positions_BT = (lengths_B1 + offsets_T).clamp_min(0)
         ids_BT, first_B1 = tokens_BS.gather(1, positions_BT), torch.zeros_like(lengths_B1)
         runner.forward(
-            ids_BT, positions_BT, bucket=bucket, score_positions_BR=first_B1, cache_rows_B=cache_rows_B,
+            ids_BT,
+            positions_BT,
+            bucket=bucket,
+            score_positions_BR=first_B1,
+            cache_rows_B=cache_rows_B,
             consecutive=False,
-        )  # fmt: skip
+        )
 
 
 def take_in(
@@ -346,6 +360,10 @@ def take_in(
         positions_BT = (start_B1 + offsets_T).minimum(lengths_B1 - 1)
         taken_B = (lengths_B1 - 2 - start_B1).clamp(0, CATCH_UP_CHUNK)[:, 0]
         runner.forward(
-            tokens_BS.gather(1, positions_BT), positions_BT, bucket=bucket, score_positions_BR=first_B1,
-            consecutive=False, taken_B=taken_B,
-        )  # fmt: skip
+            tokens_BS.gather(1, positions_BT),
+            positions_BT,
+            bucket=bucket,
+            score_positions_BR=first_B1,
+            consecutive=False,
+            taken_B=taken_B,
+        )

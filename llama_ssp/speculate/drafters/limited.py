@@ -32,13 +32,17 @@ class DraftLimit(NamedTuple):
         """The beginnings of prompts, which the draft reads."""
         most = self.context
         return prompts._replace(
-            lengths_R=prompts.lengths_R.clamp_max(most), lengths=[min(length, most) for length in prompts.lengths],
+            lengths_R=prompts.lengths_R.clamp_max(most),
+            lengths=[min(length, most) for length in prompts.lengths],
             longest=min(prompts.longest, most),
             # A prompt that is cut is no longer equal to another one, and no state was saved after what is left.
-            held=[held if length <= most else
-                  held._replace(num_tokens=0 if held.from_saved else min(held.num_tokens, most - 1))
-                  for held, length in zip(prompts.held, prompts.lengths, strict=False)],
-        )  # fmt: skip
+            held=[
+                held
+                if length <= most
+                else held._replace(num_tokens=0 if held.from_saved else min(held.num_tokens, most - 1))
+                for held, length in zip(prompts.held, prompts.lengths, strict=False)
+            ],
+        )
 
     def of_rows(self, rows: Rows, num_tokens: int) -> Rows:
         """Every row, or its beginning, with room for drafted ids of its own."""

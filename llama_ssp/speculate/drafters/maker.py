@@ -57,17 +57,32 @@ def make_drafters(  # noqa: PLR0913 - all that a rank's drafters are made of
     # A tree takes more than the best token; another vocabulary is mapped or cut to the target's before one is taken.
     is_mapped = vocabulary_of(config.draft) is not SAME
     takes_all = not mesh.draft or not runner or tree or is_mapped or runner.vocab_size > vocab_size
-    rule = drawing(make_rule(
-        sampling, config.verification, breaks_ties=bool(receiver and receiver.num_left),
-        is_cut=not takes_all and mesh.draft is not None and mesh.draft.size > 1, shard=shard, steps=steps,
-    ))  # fmt: skip
+    rule = drawing(
+        make_rule(
+            sampling,
+            config.verification,
+            breaks_ties=bool(receiver and receiver.num_left),
+            is_cut=not takes_all and mesh.draft is not None and mesh.draft.size > 1,
+            shard=shard,
+            steps=steps,
+        )
+    )
 
     parts = DrafterParts(
-        config=config.draft, rule=rule, num_draft_tokens=num_draft_tokens, vocab_size=vocab_size, device=device,
-        runner=runner, target=target, comm=mesh.draft, taps=taps, tree=tree, prepared=prepared,
+        config=config.draft,
+        rule=rule,
+        num_draft_tokens=num_draft_tokens,
+        vocab_size=vocab_size,
+        device=device,
+        runner=runner,
+        target=target,
+        comm=mesh.draft,
+        taps=taps,
+        tree=tree,
+        prepared=prepared,
         num_ahead=(num_draft_tokens - 1) * config.speculation.overlap,
         first_row=(lambda num_rows: split.own_rows(num_rows).start) if split else (lambda _num_rows: 0),
-    )  # fmt: skip
+    )
     sender = None
     if taps and layout.is_apart:
         most_accepted = tree.depth if tree else num_draft_tokens

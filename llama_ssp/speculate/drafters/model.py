@@ -56,9 +56,14 @@ class ModelDrafter(StepwiseDrafter):
                 take_in(self.runner, known_BS, lengths_B1, unread_B=unread_B, num_unread=num_unread, bucket=bucket)
             else:
                 catch_up(
-                    self.runner, known_BS, lengths_B1, num_unread=num_unread, num_kept=_NUM_READ, bucket=bucket,
+                    self.runner,
+                    known_BS,
+                    lengths_B1,
+                    num_unread=num_unread,
+                    num_kept=_NUM_READ,
+                    bucket=bucket,
                     cache_rows_B=rows.places,
-                )  # fmt: skip
+                )
         if is_recurrent:  # the first step takes in the last two
             unread_B.copy_(rows.lengths_B)
 
@@ -76,9 +81,13 @@ class ModelDrafter(StepwiseDrafter):
                 positions_BM, wanted_B1 = lengths_B1 + self._last_two, self._tables.second_B1[: len(lengths_B1)]
                 ids_BM = tokens_BS.gather(1, positions_BM)
             logits_BMV = self.runner.forward(
-                self._known(ids_BM), positions_BM, bucket=bucket, score_positions_BR=wanted_B1,
-                cache_rows_B=rows.places, tree=places,
-            )  # fmt: skip
+                self._known(ids_BM),
+                positions_BM,
+                bucket=bucket,
+                score_positions_BR=wanted_B1,
+                cache_rows_B=rows.places,
+                tree=places,
+            )
             missing = self.vocab_size - logits_BMV.shape[-1]
             if self._rule.reads is not Reads.all or not missing:
                 return logits_BMV

@@ -137,9 +137,15 @@ class BroadcastDrafter(_SharedDrafter):
     """
 
     def __init__(
-        self, inner: Drafter | None, parts: DrafterParts, *, comm: Comm, src: int,
-        receiver: ProbsReceiver | None = None, taps: TapsSender | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        inner: Drafter | None,
+        parts: DrafterParts,
+        *,
+        comm: Comm,
+        src: int,
+        receiver: ProbsReceiver | None = None,
+        taps: TapsSender | None = None,
+    ) -> None:
         super().__init__(inner, parts)
         self._comm, self._src, self._receiver, self._taps = comm, src, receiver, taps
 
@@ -293,9 +299,12 @@ class BatchSplitDrafter(_SharedDrafter):
         draft = Draft(rows.lengths_B.new_empty(0, num_tokens))
         if self._inner and own.start < own.stop:
             draft = self._inner.propose(
-                Rows._make(column[own] for column in rows), num_tokens=num_tokens, uniforms_BKP=uniforms_BKP[own],
-                num_unread=num_unread, bucket=bucket,
-            )  # fmt: skip
+                Rows._make(column[own] for column in rows),
+                num_tokens=num_tokens,
+                uniforms_BKP=uniforms_BKP[own],
+                num_unread=num_unread,
+                bucket=bucket,
+            )
         draft = self._unpacked(draft, self._split.gather(self._packed(draft), batch_size=batch_size))
         self._write(draft.ids_BK, rows, num_tokens=num_tokens)
         return draft

@@ -49,9 +49,12 @@ class BatchSpace:
         self._num_uses = target.num_uses
         if others_came or not reuses:
             self.held = HeldTexts(
-                self._batch_size, step=self._reuse.step, from_states=self._reuse.from_states,
-                num_spare=self._num_spare, num_tapped=self._reuse.num_tapped,
-            )  # fmt: skip
+                self._batch_size,
+                step=self._reuse.step,
+                from_states=self._reuse.from_states,
+                num_spare=self._num_spare,
+                num_tapped=self._reuse.num_tapped,
+            )
 
     def keep(self, row: int, num_read: int) -> None:
         """Copy the text of a row that has ended to a spare row; the row has read `num_read` tokens."""
@@ -77,9 +80,12 @@ class BatchSpace:
             self._kept.vacate(slice(None))
             return self._kept
         state = BatchState.empty(
-            self._batch_size, num_slots=num_slots, num_rounds=num_rounds, table=self._round.uniforms,
+            self._batch_size,
+            num_slots=num_slots,
+            num_rounds=num_rounds,
+            table=self._round.uniforms,
             num_settings=NUM_SETTINGS if self._round.steps else 0,
-        )  # fmt: skip
+        )
         self._kept = state if self._executor.replays_addresses else None
         return state
 

@@ -23,11 +23,11 @@ class FixedLength:
     def __init__(self, num_draft_tokens: int) -> None:
         self.choices: tuple[DraftChoice, ...] = (DraftChoice(num_draft_tokens),)
 
-    def choose(self, num_skipped: Sequence[int]) -> DraftChoice:  # noqa: ARG002
+    def choose(self, num_skipped: Sequence[int]) -> DraftChoice:
         """Choose for the next round; `num_skipped` are the tokens that each drafter has to read first."""
         return self.choices[0]
 
-    def reads_at_once(self, source: int) -> bool:  # noqa: ARG002
+    def reads_at_once(self, source: int) -> bool:
         """Whether a drafter reads new prompts as they come, not only once it drafts for them."""
         return True
 

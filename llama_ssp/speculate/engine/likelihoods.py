@@ -83,9 +83,15 @@ class TokenScores(NamedTuple):
 
 
 def log_likelihoods(
-    target: Runner, texts: Sequence[ScoredText], *, batch_size: int, comm: Comm, src: int, num_top: int = 0,
+    target: Runner,
+    texts: Sequence[ScoredText],
+    *,
+    batch_size: int,
+    comm: Comm,
+    src: int,
+    num_top: int = 0,
     law: Law | None = None,
-) -> Iterator[tuple[int, TokenScores]]:  # fmt: skip
+) -> Iterator[tuple[int, TokenScores]]:
     """Score texts with the target, the longest first.
 
     Every rank of `comm` must exhaust it together, with the same arguments, and gets the same scores. It replaces the
@@ -124,9 +130,16 @@ def log_likelihoods(
 
 @torch.inference_mode()
 def score_in_rows(
-    target: Runner, texts: Sequence[ScoredText], rows: Sequence[int], buckets: Buckets, *, comm: Comm, src: int,
-    num_top: int = 0, law: Law | None = None,
-) -> Iterator[list[TokenScores | SspError]]:  # fmt: skip
+    target: Runner,
+    texts: Sequence[ScoredText],
+    rows: Sequence[int],
+    buckets: Buckets,
+    *,
+    comm: Comm,
+    src: int,
+    num_top: int = 0,
+    law: Law | None = None,
+) -> Iterator[list[TokenScores | SspError]]:
     """Score texts in rows of the target's cache, one each, which has room for them; see `log_likelihoods`.
 
     Yields an empty list after each chunk but the last, and then all scores, NumericError for a text with NaN scores.
@@ -149,9 +162,12 @@ def score_in_rows(
         first = min(max(first_wanted, start), stop - 1)
         positions_BT = torch.arange(start, stop, device=target.device).expand(len(texts), -1)
         logits_BTV = target.forward(
-            ids_BS[:, start:stop], positions_BT, bucket=buckets.covering(stop),
-            score_positions_BR=positions_BT[:, first - start :] - start, cache_rows_B=rows_B,
-        )  # fmt: skip
+            ids_BS[:, start:stop],
+            positions_BT,
+            bucket=buckets.covering(stop),
+            score_positions_BR=positions_BT[:, first - start :] - start,
+            cache_rows_B=rows_B,
+        )
         if logits_BTV.shape[-1]:  # a stand-in has none
             next_BT1 = ids_BS[:, first + 1 : stop + 1, None]
             figures = [_figures(logits_BTV, next_BT1, num_top)]

@@ -137,9 +137,14 @@ class Decoder:
         self.length = length
 
     def run(
-        self, requests: Sequence[Request], settings: RunSettings | None = None, *, to_length: bool = False,
-        more: More | None = None, failed: Failed | None = None,
-    ) -> Iterator[list[Update]]:  # fmt: skip
+        self,
+        requests: Sequence[Request],
+        settings: RunSettings | None = None,
+        *,
+        to_length: bool = False,
+        more: More | None = None,
+        failed: Failed | None = None,
+    ) -> Iterator[list[Update]]:
         """Decode all requests, in list order as rows become free.
 
         Call it under `torch.inference_mode()`: entering that mode in each round would cost as much as a draw. Prompt
@@ -218,9 +223,15 @@ class Decoding:
     """
 
     def __init__(
-        self, decoder: Decoder, requests: Sequence[Request], settings: RunSettings, *, to_length: bool,
-        more: More | None, failed: Failed | None,
-    ) -> None:  # fmt: skip
+        self,
+        decoder: Decoder,
+        requests: Sequence[Request],
+        settings: RunSettings,
+        *,
+        to_length: bool,
+        more: More | None,
+        failed: Failed | None,
+    ) -> None:
         self.decoder, self.round, self.space = decoder, decoder.round, decoder.space
         self.settings = settings
         self.rows = RowTable(decoder.batch_size)
@@ -301,9 +312,14 @@ class Decoding:
         if choice.num_tokens:
             in_flight = self._flying(in_flight, rows)
         result, following = self.round.step(
-            self.decoder.executor, state, in_flight, choice=choice, bucket=bucket, clock=self.decoder.clock,
+            self.decoder.executor,
+            state,
+            in_flight,
+            choice=choice,
+            bucket=bucket,
+            clock=self.decoder.clock,
             constraints=self._constraints_of(owners) if self.round.masks else (),
-        )  # fmt: skip
+        )
         if rows is not None:  # one that was there again has the same result
             self._state.take(state)
             num_live = len({*rows})
@@ -395,9 +411,13 @@ class Decoding:
         if choice.num_tokens:
             if self._state and (unread := self._unread.take_prompts(choice.source)):
                 self.round.read_late(
-                    self.decoder.executor, choice.source, self._state, [*unread],
-                    lengths=[*unread.values()], buckets=self.space.buckets,
-                )  # fmt: skip
+                    self.decoder.executor,
+                    choice.source,
+                    self._state,
+                    [*unread],
+                    lengths=[*unread.values()],
+                    buckets=self.space.buckets,
+                )
             num_skipped = self._unread.num_tokens[choice.source]
             choice = choice._replace(num_unread=2 + CATCH_UP_CHUNK * num_chunks(num_skipped))
         if self.round.drafters:
@@ -564,17 +584,23 @@ class Decoding:
         constrain = self.decoder.constrain
         return places, [
             RowCompletion(
-                request=request, num_target_forwards=number, num_reused_tokens=place.target.num_tokens,
-                has_bonus=self.round.has_bonus, constraint=constrain(request) if constrain else None,
+                request=request,
+                num_target_forwards=number,
+                num_reused_tokens=place.target.num_tokens,
+                has_bonus=self.round.has_bonus,
+                constraint=constrain(request) if constrain else None,
                 stop_watch=stops.watch(request.prompt_ids) if (stops := request.stops or self.settings.stops) else None,
             )
             for place, request, number in zip(places, requests, forwards, strict=True)
-        ]  # fmt: skip
+        ]
 
     def _admit(
-        self, requests: Sequence[Request], prompts: BatchState, places: Sequence[PromptRow],
+        self,
+        requests: Sequence[Request],
+        prompts: BatchState,
+        places: Sequence[PromptRow],
         owners: Sequence[RowCompletion],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Read these prompts, or the rest of them, and let their rows decode."""
         if is_first := not any(self.rows.owners):
             self._unread.begin()
@@ -587,12 +613,18 @@ class Decoding:
             self._state = self.space.empty_state()
         self._use_steps(requests)
         self.round.prefill(
-            executor, self._state, prompts, places, lengths=lengths, buckets=self.space.buckets, late=late,
+            executor,
+            self._state,
+            prompts,
+            places,
+            lengths=lengths,
+            buckets=self.space.buckets,
+            late=late,
             deliver=lambda result: self._pending.append(
                 Launched.of(result, [*owners], DraftChoice(0), is_prefill=True)
             ),
             constraints=self._constraints_of(owners) if self.round.masks else (),
-        )  # fmt: skip
+        )
         if late and self.settings.reuses:
             self.space.held.forget_drafts(rows)
         for source in late:
@@ -644,9 +676,12 @@ class Decoding:
         num_chosen_by_draft = result.num_accepted + result.goes_on
         num_drafted = min(num_chosen_by_draft, num_new)
         owner.extend(
-            new_ids, num_forwards=num_forwards, num_accepted=num_drafted, num_examined=num_examined,
+            new_ids,
+            num_forwards=num_forwards,
+            num_accepted=num_drafted,
+            num_examined=num_examined,
             num_ahead=result.goes_on * self.round.num_ahead,
-        )  # fmt: skip
+        )
         if reason or num_before + num_new == limit:
             row = self._free(owner, reason or "length", in_draft=num_new <= num_chosen_by_draft)
             if self.settings.reuses and not self.round.tree and self.decoder.reuses_any_length:

@@ -52,9 +52,14 @@ class OverlappedRound(Round):
     has_bonus = False
 
     def __init__(
-        self, target: Runner, drafter: AheadDrafter, *, verifier: Verifier, limit: DraftLimit | None = None,
+        self,
+        target: Runner,
+        drafter: AheadDrafter,
+        *,
+        verifier: Verifier,
+        limit: DraftLimit | None = None,
         holders: tuple[Comm | None, Comm | None] = (None, None),
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(target, drafter, verifier=verifier, limit=limit, holders=holders)
         self._drafter = drafter
         self.num_ahead = drafter.num_draft_tokens - 1
@@ -62,9 +67,16 @@ class OverlappedRound(Round):
         self._kept_BTV: Tensor | None = None
 
     def step(
-        self, executor: Executor, state: BatchState, in_flight: Law = POINT_MASS, *, choice: DraftChoice, bucket: int,
-        clock: HostClock, constraints: Sequence[Constraint | None] = (),
-    ) -> tuple[Tensor, Law]:  # fmt: skip
+        self,
+        executor: Executor,
+        state: BatchState,
+        in_flight: Law = POINT_MASS,
+        *,
+        choice: DraftChoice,
+        bucket: int,
+        clock: HostClock,
+        constraints: Sequence[Constraint | None] = (),
+    ) -> tuple[Tensor, Law]:
         """Run one overlapped round; see `Round.step`.
 
         A rank only waits for the other model in the exchange, and on the draft's ranks in the last stage.
@@ -78,9 +90,15 @@ class OverlappedRound(Round):
         scoring = self._of_target("score", self._score, number, bucket=bucket)
         exchanging = self._stage("exchange", self._exchange, reads=reads, repeats=False, behind=(drafting,))
         deciding = self._stage(
-            "decide", self._verify_ahead, number, self.longest(choice), keeps, reads=reads, repeats=True,
+            "decide",
+            self._verify_ahead,
+            number,
+            self.longest(choice),
+            keeps,
+            reads=reads,
+            repeats=True,
             behind=(scoring, exchanging),
-        )  # fmt: skip
+        )
         clock.start()
         ran_s = time.thread_time()
         drafted = executor.run(drafting, state)
@@ -122,9 +140,16 @@ class OverlappedRound(Round):
         return uniforms_BN, self._drafter.exchange(draft, self.draft_rows(state))
 
     def _verify_ahead(  # noqa: PLR0917 - a stage's
-        self, num_tokens: int, longest: int | None, keeps: bool, state: BatchState, target_BKV: Tensor,
-        uniforms_BN: Tensor, following: Draft, before: Law,
-    ) -> Tensor:  # fmt: skip
+        self,
+        num_tokens: int,
+        longest: int | None,
+        keeps: bool,
+        state: BatchState,
+        target_BKV: Tensor,
+        uniforms_BN: Tensor,
+        following: Draft,
+        before: Law,
+    ) -> Tensor:
         """Verify, commit, and say which rows keep the following block; `before` is the law of the one in flight.
 
         Returns the result (B, K + 2): the tokens in flight, then the decision.

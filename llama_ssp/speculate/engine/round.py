@@ -132,10 +132,17 @@ class Round:
     num_ahead = 0
 
     def __init__(
-        self, target: Runner, *drafters: Drafter, verifier: Verifier, taps: Taps | None = None,
-        tree: Tree | None = None, limit: DraftLimit | None = None, has_masks: bool = False,
-        num_groups: int = 1, holders: tuple[Comm | None, Comm | None] = (None, None),
-    ) -> None:  # fmt: skip
+        self,
+        target: Runner,
+        *drafters: Drafter,
+        verifier: Verifier,
+        taps: Taps | None = None,
+        tree: Tree | None = None,
+        limit: DraftLimit | None = None,
+        has_masks: bool = False,
+        num_groups: int = 1,
+        holders: tuple[Comm | None, Comm | None] = (None, None),
+    ) -> None:
         self.num_groups, self.holders = num_groups, holders
         self.target, self.taps, self.tree, self.limit = target, taps, tree, limit
         self.drafters = drafters
@@ -155,7 +162,7 @@ class Round:
         self,
         executor: Executor,
         state: BatchState,
-        in_flight: Law = POINT_MASS,  # noqa: ARG002 - of rounds that overlap
+        in_flight: Law = POINT_MASS,
         *,
         choice: DraftChoice,
         bucket: int,
@@ -203,9 +210,16 @@ class Round:
         return choice._replace(num_tokens=number), (uniforms_BN, draft) if number else ()
 
     def _constrained(
-        self, executor: Executor, state: BatchState, constraints: Sequence[Constraint | None], *, choice: DraftChoice,
-        behind: Sequence[Stage], drafted: tuple[Any, ...], bucket: int,
-    ) -> Tensor:  # fmt: skip
+        self,
+        executor: Executor,
+        state: BatchState,
+        constraints: Sequence[Constraint | None],
+        *,
+        choice: DraftChoice,
+        behind: Sequence[Stage],
+        drafted: tuple[Any, ...],
+        bucket: int,
+    ) -> Tensor:
         """Score the drafted tokens; verify with the masks that the host makes meanwhile."""
         assert self.masks, "a round of a batch whose rows may have constraints"
         own, number = self.verifier.rows_with_masks(len(constraints)), choice.num_tokens
@@ -236,10 +250,15 @@ class Round:
     ) -> Stage:
         """Extend every row by `choice.num_tokens` drafted tokens; returns the round's uniforms and the draft."""
         return self._stage(
-            "draft", self._draft, choice, has_masks, is_forced, bucket=bucket,
+            "draft",
+            self._draft,
+            choice,
+            has_masks,
+            is_forced,
+            bucket=bucket,
             reads=(self.drafters, self.last_and_drafted_W, self.masks),
             repeats=self.drafters[choice.source].repeats_operators,
-        )  # fmt: skip
+        )
 
     def _draft(
         self, choice: DraftChoice, has_masks: bool, is_forced: bool, bucket: int, state: BatchState
@@ -284,9 +303,15 @@ class Round:
         return self.score(state, num_drafted=num_tokens, bucket=bucket)[0]
 
     def _decide(  # noqa: PLR0917 - a stage's
-        self, num_tokens: int, longest: int | None, has_masks: bool, state: BatchState, uniforms_BN: Tensor,
-        draft: Draft, logits_BWV: Tensor,
-    ) -> Tensor:  # fmt: skip
+        self,
+        num_tokens: int,
+        longest: int | None,
+        has_masks: bool,
+        state: BatchState,
+        uniforms_BN: Tensor,
+        draft: Draft,
+        logits_BWV: Tensor,
+    ) -> Tensor:
         """Let the rule accept a path of a scored draft, and commit that."""
         context, bits_BWX = self._context(state, num_drafted=num_tokens), None
         most_B1 = self._most(longest, state)
@@ -296,10 +321,12 @@ class Round:
             bits_BWX = self.masks.bits_BTX[: len(uniforms_BN), : num_tokens + 1]
         forced = self.verifier.forced
         decision = self.verifier.verify(
-            draft, *self.verifier.process(logits_BWV, context, bits_BWX),
-            draws=self._draws(state, uniforms_BN, draft, num_tokens), most_B1=most_B1,
+            draft,
+            *self.verifier.process(logits_BWV, context, bits_BWX),
+            draws=self._draws(state, uniforms_BN, draft, num_tokens),
+            most_B1=most_B1,
             forced_B1=forced.lengths(state.lengths_B - state.prompt_lengths_B) if forced else None,
-        )  # fmt: skip
+        )
         return state.commit(*self._follow(state, draft, decision))
 
     def score(self, state: BatchState, *, num_drafted: int, bucket: int) -> tuple[Tensor, Context | None]:
@@ -326,9 +353,15 @@ class Round:
         return self._forward(state, ids_BW, positions_BW, bucket=bucket, tree=places)
 
     def _forward(
-        self, state: BatchState, ids_BW: Tensor, positions_BW: Tensor, *, bucket: int, taken_B: Tensor | None = None,
+        self,
+        state: BatchState,
+        ids_BW: Tensor,
+        positions_BW: Tensor,
+        *,
+        bucket: int,
+        taken_B: Tensor | None = None,
         tree: TreePlaces | None = None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """The target's logits, group after group, so that each stage of its layers reads while others read others."""
         rows_B, num_rows = state.rows.places, len(ids_BW)
         if self.num_groups == 1 or num_rows == 1:
@@ -342,10 +375,15 @@ class Round:
             rows = slice(group.start, group.stop)
             found.append(
                 self.target.forward(
-                    ids_BW[rows], positions_BW[rows], bucket=bucket, cache_rows_B=rows_B[rows], taps=self.taps,
-                    tree=tree and tree.of_rows(rows), taken_B=None if taken_B is None else taken_B[rows],
+                    ids_BW[rows],
+                    positions_BW[rows],
+                    bucket=bucket,
+                    cache_rows_B=rows_B[rows],
+                    taps=self.taps,
+                    tree=tree and tree.of_rows(rows),
+                    taken_B=None if taken_B is None else taken_B[rows],
                 )
-            )  # fmt: skip
+            )
         return torch.cat(found)
 
     def _follow(self, state: BatchState, draft: Draft, decision: Decision) -> tuple[Decision, Tensor]:
@@ -378,9 +416,14 @@ class Round:
         return state.commit(self.verifier.draw(logits_B1V, uniforms_B1P, context, bits_B1X))
 
     def _of_target(
-        self, name: str, function: Callable[..., Any], *arguments: Hashable, bucket: int = 0,
-        behind: Sequence[Stage] = (), draws: bool = True,
-    ) -> Stage:  # fmt: skip
+        self,
+        name: str,
+        function: Callable[..., Any],
+        *arguments: Hashable,
+        bucket: int = 0,
+        behind: Sequence[Stage] = (),
+        draws: bool = True,
+    ) -> Stage:
         of_trees = (self.tree, self._nodes, self._steps_D) if self.tree else ()
         reads = (self.target, self.verifier, self.last_and_drafted_W, self.taps, self.masks, *of_trees)
         repeats = self.target.repeats_operators
@@ -388,9 +431,16 @@ class Round:
         return self._stage(name, function, *arguments, bucket=bucket, **how)
 
     def _stage(
-        self, name: str, function: Callable[..., Any], *arguments: Hashable, bucket: int = 0, reads: Sequence[object],
-        repeats: bool, behind: Sequence[Stage] = (), draws: bool = True,
-    ) -> Stage:  # fmt: skip
+        self,
+        name: str,
+        function: Callable[..., Any],
+        *arguments: Hashable,
+        bucket: int = 0,
+        reads: Sequence[object],
+        repeats: bool,
+        behind: Sequence[Stage] = (),
+        draws: bool = True,
+    ) -> Stage:
         """Make a stage of a function of these arguments, its bucket if it reads a cache, the batch and values.
 
         All that decides which operators the function calls is among its arguments, or the steps that rows need now if
@@ -445,9 +495,11 @@ class Round:
         """Make room for `batch_size` rows of `num_slots` tokens in the caches of both models."""
         self._batch_size = batch_size
         self.target.allocate(
-            batch_size=batch_size, capacity=num_slots, num_rolled_back=self.max_tokens_per_round - 1,
+            batch_size=batch_size,
+            capacity=num_slots,
+            num_rolled_back=self.max_tokens_per_round - 1,
             reads=self.verifier.rule.reads,
-        )  # fmt: skip
+        )
         if self.taps:
             self.taps.allocate(batch_size=batch_size, num_slots=num_slots)
         if self.masks:
@@ -473,10 +525,18 @@ class Round:
         self.forget_texts()
 
     def prefill(
-        self, executor: Executor, state: BatchState, prompts: BatchState, places: Sequence[PromptRow], *,
-        lengths: Sequence[int], buckets: Buckets, deliver: Callable[[Tensor], None], late: Collection[int] = (),
+        self,
+        executor: Executor,
+        state: BatchState,
+        prompts: BatchState,
+        places: Sequence[PromptRow],
+        *,
+        lengths: Sequence[int],
+        buckets: Buckets,
+        deliver: Callable[[Tensor], None],
+        late: Collection[int] = (),
         constraints: Sequence[Constraint | None] = (),
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Read R prompts into their rows of the caches and sample each one's first token; see `read_prompts`.
 
         They become rows of the batch `state`. The host knows their `lengths` as well. The drafters at the places `late`
@@ -511,18 +571,30 @@ class Round:
         read_prompts(self.target, part, rows=[place.row], buckets=buckets, taps=self.taps)
 
     def read_late(
-        self, executor: Executor, source: int, state: BatchState, rows: Sequence[int], *, lengths: Sequence[int],
+        self,
+        executor: Executor,
+        source: int,
+        state: BatchState,
+        rows: Sequence[int],
+        *,
+        lengths: Sequence[int],
         buckets: Buckets,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Let a drafter read the prompts of these rows of the batch, which have these lengths."""
         tokens_RS = state.tokens_BS.index_select(0, to_device(rows, self.target.device))
         prompts = Prompts(tokens_RS, to_device(lengths, self.target.device), lengths, max(lengths))
         self._read_by_drafter(executor, source, state, prompts, rows, buckets=buckets)
 
     def _read_by_drafter(
-        self, executor: Executor, source: int, state: BatchState, prompts: Prompts, rows: Sequence[int], *,
+        self,
+        executor: Executor,
+        source: int,
+        state: BatchState,
+        prompts: Prompts,
+        rows: Sequence[int],
+        *,
         buckets: Buckets,
-    ) -> None:  # fmt: skip
+    ) -> None:
         limit = self._limit_of(source)
         short = self._short(executor, state, f"prompts of draft {source}", self.holders[1])
         prompts = prompts._replace(short=short)

@@ -168,9 +168,14 @@ class BatchState(NamedTuple):
     def rows(self) -> Rows:
         """The part of the batch that drafters and rules see."""
         return Rows(
-            self.tokens_BS, self.lengths_B, self.keys_B, self.prompt_lengths_B, self.sampling_BX,
-            limits_B=self.limits_B, places_B=self.places_B,
-        )  # fmt: skip
+            self.tokens_BS,
+            self.lengths_B,
+            self.keys_B,
+            self.prompt_lengths_B,
+            self.sampling_BX,
+            limits_B=self.limits_B,
+            places_B=self.places_B,
+        )
 
     def put(self, rows_R: Tensor, other: "BatchState") -> None:
         """Overwrite rows `rows_R` with all rows of `other`, which has as many slots and rounds, in order."""

@@ -57,9 +57,15 @@ class Verifier:
     """
 
     def __init__(
-        self, rule: Rule, *, comm: Comm, verify_rank: int, device: torch.device, split: BatchSplit | None = None,
+        self,
+        rule: Rule,
+        *,
+        comm: Comm,
+        verify_rank: int,
+        device: torch.device,
+        split: BatchSplit | None = None,
         forced: ForcedLengths | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.forced = forced
         self.rule, self.needs_context = rule, rule.needs_context
         self.comm = comm
@@ -119,9 +125,15 @@ class Verifier:
         return self.rule.process_allowed(logits_BTV, context, is_forbidden_BTV)
 
     def verify(
-        self, draft: Draft, target_BTV: Tensor, nothing_BT: Tensor | None = None, *, draws: Draws,
-        most_B1: Tensor | None = None, forced_B1: Tensor | None = None,
-    ) -> Decision:  # fmt: skip
+        self,
+        draft: Draft,
+        target_BTV: Tensor,
+        nothing_BT: Tensor | None = None,
+        *,
+        draws: Draws,
+        most_B1: Tensor | None = None,
+        forced_B1: Tensor | None = None,
+    ) -> Decision:
         """Accept a path of the draft and choose the token that follows it; with a split, any rank can ask to stop.
 
         `most_B1` is as in `Rule.at_most`. `forced_B1` tokens are accepted whatever the target says, if it is given.

@@ -42,12 +42,20 @@ def settings_of(sampling: SamplingConfig | None) -> list[float]:
     missing = [0.0] * (MOST_BIASES - len(sampling.logit_bias))
     return [
         scale_of(sampling.temperature) if sampling.temperature else 0.0,
-        min(sampling.top_k or 0, _MOST_KEPT), sampling.top_p or 1.0, sampling.min_p or 0.0,
-        sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty,
+        min(sampling.top_k or 0, _MOST_KEPT),
+        sampling.top_p or 1.0,
+        sampling.min_p or 0.0,
+        sampling.repetition_penalty,
+        sampling.frequency_penalty,
+        sampling.presence_penalty,
         sampling.min_new_tokens or 0,
-        *sampling.logit_bias, *missing, *sampling.logit_bias.values(), *missing,
-        *sampling.eos_ids, *[-1.0] * (MOST_ENDS - len(sampling.eos_ids)),
-    ]  # fmt: skip
+        *sampling.logit_bias,
+        *missing,
+        *sampling.logit_bias.values(),
+        *missing,
+        *sampling.eos_ids,
+        *[-1.0] * (MOST_ENDS - len(sampling.eos_ids)),
+    ]
 
 
 @dataclass(kw_only=True)

@@ -110,8 +110,10 @@ class _Changes:
         """
         sampling, own, first_B = self._sampling, slice(ids.start, ids.stop), context.prompt_lengths_B
         repetition, frequency, presence = (
-            sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty
-        )  # fmt: skip
+            sampling.repetition_penalty,
+            sampling.frequency_penalty,
+            sampling.presence_penalty,
+        )
         vocab_size = self._shard.num_of_all(logits_BTV.shape[-1])
         if repetition != 1.0:
             is_known_BTV = count_tokens(context, torch.zeros_like(first_B), vocab_size=vocab_size)[..., own] > 0

@@ -240,9 +240,15 @@ class ForcedLengths:
 
 
 def make_rule(
-    sampling: SamplingConfig, verification: VerificationConfig, *, breaks_ties: bool = False, is_cut: bool = False,
-    of_trees: Callable[..., Verdict] | None = None, shard: Shard = WHOLE, steps: RowSteps | None = None,
-) -> Rule:  # fmt: skip
+    sampling: SamplingConfig,
+    verification: VerificationConfig,
+    *,
+    breaks_ties: bool = False,
+    is_cut: bool = False,
+    of_trees: Callable[..., Verdict] | None = None,
+    shard: Shard = WHOLE,
+    steps: RowSteps | None = None,
+) -> Rule:
     """Make the rule of a run; at temperature 0 all rules coincide, and `greedy` needs it (`settings.combinations`).
 
     For `breaks_ties` see `processor`. `is_cut` says that several ranks share the model whose logits it reads.

@@ -59,9 +59,14 @@ class Case:
 
 
 CASES = [
-    Case("speculative", 1), Case("speculative", 2), Case("block", 2), Case("speculative", 2, is_certain=True),
-    Case("block", 2, has_end=False), Case("speculative", 1, vocab_size=4), Case("block", 2, vocab_size=4, length=3),
-]  # fmt: skip
+    Case("speculative", 1),
+    Case("speculative", 2),
+    Case("block", 2),
+    Case("speculative", 2, is_certain=True),
+    Case("block", 2, has_end=False),
+    Case("speculative", 1, vocab_size=4),
+    Case("block", 2, vocab_size=4, length=3),
+]
 cases = pytest.mark.parametrize(
     "case",
     [
@@ -96,10 +101,17 @@ def rounds_of_texts(case: Case) -> dict[Text, dict[int, float]]:
         here = {text: rounds for text, rounds in open_texts.items() if len(text) == length}
         laws = []
         if length < case.length:
-            laws = laws_of_trees(case, [*here]) if case.tree else round_law(
-                rule, after(target, length), after(draft, length), num_draft_tokens=case.num_draft_tokens,
-                is_point_mass=case.is_certain,
-            )  # fmt: skip
+            laws = (
+                laws_of_trees(case, [*here])
+                if case.tree
+                else round_law(
+                    rule,
+                    after(target, length),
+                    after(draft, length),
+                    num_draft_tokens=case.num_draft_tokens,
+                    is_point_mass=case.is_certain,
+                )
+            )
         for text, rounds in here.items():
             if length == case.length or (case.has_end and text[-1] == END):
                 for number, chance in rounds.items():
@@ -264,8 +276,9 @@ def test_a_planted_fault_is_noticed(case: Case, fault: str) -> None:
 TREES = [
     Case("speculative", 2, tree="2x1"),
     *[heavy(Case("speculative", len(shape.split("x")), tree=shape)) for shape in ("2x2", "3", "1x1x1")],
-    heavy(Case("speculative", 1, tree="3", vocab_size=4)), slow(Case("speculative", 2, tree="3x2")),
-]  # fmt: skip
+    heavy(Case("speculative", 1, tree="3", vocab_size=4)),
+    slow(Case("speculative", 2, tree="3x2")),
+]
 trees = pytest.mark.parametrize("case", TREES, ids=lambda case: f"{case.tree} of {case.vocab_size}")
 
 

@@ -39,17 +39,26 @@ def made(folder: Path, *, num_texts: int = 40, length: int = 33, ratio: float = 
         return fingerprint(hub.resolve(load(name)))
 
     about = {
-        "version": 1, "longest": 8, "laws": [law_of(SamplingConfig()) | law],
+        "version": 1,
+        "longest": 8,
+        "laws": [law_of(SamplingConfig()) | law],
         "target": {"name": "tiny", "files": files("tiny")},
         "drafts": {"tiny-draft": {"files": files("tiny-draft"), "is_certain": False, "width": 1}},
-    }  # fmt: skip
+    }
     texts = np.arange(num_texts)
     arrays = {
-        "text_index": texts, "text_sample": 0 * texts, "text_law": 0 * texts, "text_length": 0 * texts + length,
-        "text_category": np.array([""] * num_texts), "token_id": np.zeros(num_tokens, dtype=np.int32),
-        "log_p": log_p, "expected_log_p": log_p, "variance_log_p": np.ones_like(log_p),
-        "tiny-draft/log_q": (log_p + ratio)[:, None], "tiny-draft/log_race": np.full((num_tokens, 1), 2 * ratio),
-    }  # fmt: skip
+        "text_index": texts,
+        "text_sample": 0 * texts,
+        "text_law": 0 * texts,
+        "text_length": 0 * texts + length,
+        "text_category": np.array([""] * num_texts),
+        "token_id": np.zeros(num_tokens, dtype=np.int32),
+        "log_p": log_p,
+        "expected_log_p": log_p,
+        "variance_log_p": np.ones_like(log_p),
+        "tiny-draft/log_q": (log_p + ratio)[:, None],
+        "tiny-draft/log_race": np.full((num_tokens, 1), 2 * ratio),
+    }
     folder.mkdir()
     (folder / "acceptance.npz").write_bytes(Trace(about, arrays).to_bytes())
     return folder

@@ -17,12 +17,22 @@ pytestmark = pytest.mark.slow
 READ = ("task=acceptance", "quiet=true", "device=cpu", "batch_size=40", "max_new_tokens=64")
 OWN = ("model={folder}/target", "draft={folder}/draft", "draft.tokenizer=own", "ignore_eos=true")
 CELLS = [
-    ("tiny-draft", "speculative", 4, 0.8), ("tiny-draft", "speculative", 1, 1.0), ("tiny-draft", "block", 8, 0.5),
-    ("tiny-draft", "block", 4, 1.0), ("tiny-draft", "coupled", 2, 0.8), ("tiny-draft", "coupled", 8, 0.5),
-    ("tiny-eagle", "speculative", 2, 0.5), ("tiny-eagle", "block", 8, 0.8), ("tiny-eagle", "coupled", 4, 1.0),
-    ("own", "speculative", 4, 1.0), ("own", "block", 2, 0.8), ("ngram", "speculative", 4, 0.8),
-    ("tiny-draft", "tree=2x2x1", 3, 0.8), ("tiny-draft", "tree=4x2x2x1", 4, 0.5), ("tiny-eagle", "tree=3x2x1", 3, 1.0),
-]  # fmt: skip
+    ("tiny-draft", "speculative", 4, 0.8),
+    ("tiny-draft", "speculative", 1, 1.0),
+    ("tiny-draft", "block", 8, 0.5),
+    ("tiny-draft", "block", 4, 1.0),
+    ("tiny-draft", "coupled", 2, 0.8),
+    ("tiny-draft", "coupled", 8, 0.5),
+    ("tiny-eagle", "speculative", 2, 0.5),
+    ("tiny-eagle", "block", 8, 0.8),
+    ("tiny-eagle", "coupled", 4, 1.0),
+    ("own", "speculative", 4, 1.0),
+    ("own", "block", 2, 0.8),
+    ("ngram", "speculative", 4, 0.8),
+    ("tiny-draft", "tree=2x2x1", 3, 0.8),
+    ("tiny-draft", "tree=4x2x2x1", 4, 0.5),
+    ("tiny-eagle", "tree=3x2x1", 3, 1.0),
+]
 
 
 def prompts_file(file: Path, num_prompts: int, *, seed: int = 1) -> str:

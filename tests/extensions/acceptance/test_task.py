@@ -55,11 +55,15 @@ def rounds_and_forecast(ended: Ended, trace: Trace, draft: str, rule: str, numbe
 
 
 CELLS = [
-    ("tiny-draft", "speculative", 4, 0.8), heavy("tiny-draft", "block", 4, 1.0), heavy("tiny-draft", "coupled", 2, 0.5),
-    heavy("tiny-draft", "speculative", 1, 1.0), heavy("tiny-draft", "block", 8, 0.5),
-    heavy("tiny-eagle", "speculative", 2, 1.0), heavy("tiny-eagle", "block", 4, 0.8),
+    ("tiny-draft", "speculative", 4, 0.8),
+    heavy("tiny-draft", "block", 4, 1.0),
+    heavy("tiny-draft", "coupled", 2, 0.5),
+    heavy("tiny-draft", "speculative", 1, 1.0),
+    heavy("tiny-draft", "block", 8, 0.5),
+    heavy("tiny-eagle", "speculative", 2, 1.0),
+    heavy("tiny-eagle", "block", 4, 0.8),
     heavy("tiny-eagle", "coupled", 8, 0.8),
-]  # fmt: skip
+]
 
 
 @pytest.mark.seconds
@@ -81,16 +85,14 @@ def test_the_rounds_of_texts_are_those_that_their_trace_expects(
         assert abs(measured - mean) > 4 * deviation
 
 
-def reading_ahead(trace: Trace, draft: str) -> Any:  # noqa: ANN401 - an array
+def reading_ahead(trace: Trace, draft: str) -> Any:
     """The target's numbers of the tokens that each entry of a draft is of."""
     width = trace.drafts[draft]["width"]
     log_p = np.append(trace.arrays["log_p"], np.zeros(width))
     return np.stack([log_p[ahead : len(log_p) - width + ahead] for ahead in range(width)], axis=-1)
 
 
-TREES = [
-    heavy("tiny-draft", "2x2x1", 0.8), heavy("tiny-eagle", "3x2", 1.0), heavy("tiny-draft", "4x1", 0.5),
-]  # fmt: skip
+TREES = [heavy("tiny-draft", "2x2x1", 0.8), heavy("tiny-eagle", "3x2", 1.0), heavy("tiny-draft", "4x1", 0.5)]
 
 
 @pytest.mark.parametrize(("draft", "tree", "temperature"), TREES)
@@ -261,16 +263,20 @@ def test_the_answers_to_a_batch_file_are_read(tmp_path: Path) -> None:
     """By ids where an engine gives them, else by the texts, which lack the token that ended them."""
     ended, own = read(tmp_path)
     requests, answers = tmp_path / "batch.jsonl", tmp_path / "texts.jsonl"
-    lines = [json.dumps({"custom_id": str(place), "body": {"prompt": one["prompt"], "temperature": 0.8}})
-             for place, one in enumerate(ended.lines)]  # fmt: skip
+    lines = [
+        json.dumps({"custom_id": str(place), "body": {"prompt": one["prompt"], "temperature": 0.8}})
+        for place, one in enumerate(ended.lines)
+    ]
     requests.write_text("\n".join(lines))
 
     def foreign(name: str, **of_choices: Any) -> Trace:
         choices = [
             {"text": one["text"], **{key: one[value] for key, value in of_choices.items()}} for one in ended.lines
         ]
-        answered = [{"custom_id": str(place), "response": {"status_code": 200, "body": {"choices": [choice]}}}
-                    for place, choice in enumerate(choices)]  # fmt: skip
+        answered = [
+            {"custom_id": str(place), "response": {"status_code": 200, "body": {"choices": [choice]}}}
+            for place, choice in enumerate(choices)
+        ]
         given = write_lines(tmp_path, *answered, {"custom_id": "0", "response": {"status_code": 500, "body": {}}})
         return read(tmp_path, given, f"prompts={requests}", name=name)[1]
 

@@ -15,11 +15,15 @@ from tests.helpers.extensions import PRESENT
 
 BIAS = {"logit_bias": {"7": 2}}
 LAWS: list[tuple[dict[str, Any], str, str | None]] = [
-    ({"top_k": 5}, "", "top_k=5"), ({"top_k": -1, "min_p": 0, "top_p": 1, "min_tokens": 0}, "", None),
-    ({"top_k": 5}, "sampling.top_k=5", None), ({"frequency_penalty": 0.5}, "", "frequency_penalty=0.5"),
-    (BIAS, "", "logit_bias={'7': 2}"), (BIAS, "sampling.logit_bias={7: 2}", None),
-    ({"min_tokens": 3}, "", "min_tokens=3"), ({"response_format": {"type": "text"}}, "", None),
-]  # fmt: skip
+    ({"top_k": 5}, "", "top_k=5"),
+    ({"top_k": -1, "min_p": 0, "top_p": 1, "min_tokens": 0}, "", None),
+    ({"top_k": 5}, "sampling.top_k=5", None),
+    ({"frequency_penalty": 0.5}, "", "frequency_penalty=0.5"),
+    (BIAS, "", "logit_bias={'7': 2}"),
+    (BIAS, "sampling.logit_bias={7: 2}", None),
+    ({"min_tokens": 3}, "", "min_tokens=3"),
+    ({"response_format": {"type": "text"}}, "", None),
+]
 if "grammars" in PRESENT:
     LAWS += [({"response_format": {"type": "json_object"}}, "", "response_format"), ({"guided_regex": "a"}, "", "guid")]
 

@@ -59,10 +59,15 @@ def adapted(folders: Folders) -> Checkpoint:
     return with_adapter(inspect(folders.base), folders.adapter)
 
 
-@pytest.mark.parametrize(("kind", "layers", "use_rslora"), [
-    ("llama", LAYERS, False), ("llama", LAYERS, True), ("llama", ("lm_head", "k_proj"), False),
-    ("gpt2", ("c_attn", "c_proj", "c_fc"), False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "layers", "use_rslora"),
+    [
+        ("llama", LAYERS, False),
+        ("llama", LAYERS, True),
+        ("llama", ("lm_head", "k_proj"), False),
+        ("gpt2", ("c_attn", "c_proj", "c_fc"), False),
+    ],
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_slices_are_those_of_the_merged_matrices(
     tmp_path: Path, kind: str, dtype: torch.dtype, layers: Sequence[str], use_rslora: bool
@@ -83,9 +88,9 @@ def test_slices_are_those_of_the_merged_matrices(
     assert changed == len(load_file(folders.adapter / WEIGHTS)) // 2
 
 
-@pytest.mark.parametrize(("part", "prefix"), [
-    ("base", ""), ("adapter", "model.language_model."), ("adapter", "language_model.model."),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("part", "prefix"), [("base", ""), ("adapter", "model.language_model."), ("adapter", "language_model.model.")]
+)
 def test_names_without_the_prefix_of_the_base_model_or_of_a_text_part_are_found(
     part: str, prefix: str, folders: Folders, tmp_path: Path
 ) -> None:

@@ -43,7 +43,7 @@ class TimedRounds:
         self,
         choices: Sequence[DraftChoice],
         *,
-        num_slots: int,  # noqa: ARG002
+        num_slots: int,
         num_rows: int | None = None,
     ) -> list[float]:
         """The planted times, and those to read a chunk that was skipped."""
@@ -95,9 +95,13 @@ def test_rounds_of_one_row_are_measured_where_rows_are_left_out() -> None:
 
 
 WORDS = (
-    "task=generate", "model=tiny-draft", "draft=ngram", "speculation.num_draft_tokens=auto", "sampling=greedy",
+    "task=generate",
+    "model=tiny-draft",
+    "draft=ngram",
+    "speculation.num_draft_tokens=auto",
+    "sampling=greedy",
     "max_new_tokens=24",
-)  # fmt: skip
+)
 
 
 @pytest.mark.heavy

@@ -37,14 +37,22 @@ PAIR_70B, PAIR_65B = ("llama2_70B", "llama2_7B"), ("65B", "7B")
     [
         (make_spec(*PAIR_70B, num_ranks=8), A100, ["llama2_7B alone on one GPU", "placement.draft.kind=sharded"], ""),
         (make_spec(*PAIR_70B, num_ranks=8, draft_kind=SHARDED), A100, [], "cannot gain"),
-        (make_spec("llama3_1B", of_target={"dtype": Dtype.bf16}), hardware.load("t4"),
-         ["a T4 does not multiply in bf16: model.dtype=fp16 does"], ""),
+        (
+            make_spec("llama3_1B", of_target={"dtype": Dtype.bf16}),
+            hardware.load("t4"),
+            ["a T4 does not multiply in bf16: model.dtype=fp16 does"],
+            "",
+        ),
         (make_spec("llama3_1B", of_target={"dtype": Dtype.bf16}), hardware.load("l4"), [], "model.dtype"),
-        (make_spec(*PAIR_65B, num_ranks=8, of_draft={"quantization": "int8"}), A100,
-         ["an int8 draft through bitsandbytes cannot gain"], ""),
+        (
+            make_spec(*PAIR_65B, num_ranks=8, of_draft={"quantization": "int8"}),
+            A100,
+            ["an int8 draft through bitsandbytes cannot gain"],
+            "",
+        ),
         (make_spec(*PAIR_65B, num_ranks=8), A100, [], "bitsandbytes"),
     ],
-)  # fmt: skip
+)
 def test_a_plan_warns_of_what_cannot_gain_and_names_a_better_choice(
     spec: PlanSpec, machine: HardwareConfig, said: list[str], unsaid: str
 ) -> None:

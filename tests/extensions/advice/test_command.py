@@ -86,10 +86,17 @@ def test_what_a_search_prints_holds_no_control_characters() -> None:
 @pytest.mark.seconds
 def test_a_model_of_the_hub_is_searched_by_its_config_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = {
-        "model_type": "qwen2", "num_hidden_layers": 80, "hidden_size": 8192, "num_attention_heads": 64,
-        "num_key_value_heads": 8, "intermediate_size": 29568, "vocab_size": 152064, "max_position_embeddings": 32768,
-        "dtype": "bfloat16", "tie_word_embeddings": False,
-    }  # fmt: skip
+        "model_type": "qwen2",
+        "num_hidden_layers": 80,
+        "hidden_size": 8192,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "intermediate_size": 29568,
+        "vocab_size": 152064,
+        "max_position_embeddings": 32768,
+        "dtype": "bfloat16",
+        "tie_word_embeddings": False,
+    }
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     (tmp_path / "config.json").write_text(json.dumps(sizes))
     put(tmp_path / "hub", "acme/large", [tmp_path / "config.json"])

@@ -82,9 +82,13 @@ model=llama3_8B draft=llama3_1B max_new_tokens=2000 batch_size=256 hardware=h200
 model=llama3_8B draft=smollm2_135M draft.tokenizer=own hardware=a10
 """.strip().splitlines()
 NEEDED = {
-    "draft=ngram": "copies", "draft=eagle3": "heads", "tokenizer=own": "tokenizers", "accelerate": "accelerate",
-    "deepspeed": "deepspeed", "quantization=int8": "bitsandbytes",
-}  # fmt: skip
+    "draft=ngram": "copies",
+    "draft=eagle3": "heads",
+    "tokenizer=own": "tokenizers",
+    "accelerate": "accelerate",
+    "deepspeed": "deepspeed",
+    "quantization=int8": "bitsandbytes",
+}
 OF_MACHINES = re.compile(r"\d+x|g5")
 """Names of machines with several GPUs."""
 SETTINGS = re.compile(r"(?<![\w.])[a-z_]+(?:\.[a-z_]+)*=[^\s;:,)]+(?: [a-z_]+(?:\.[a-z_]+)*=[^\s;:,)]+)*")

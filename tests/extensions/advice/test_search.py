@@ -115,10 +115,15 @@ def test_auto_without_room_gives_way_to_a_fixed_k() -> None:
     spec, auto = make_spec("13B", "tinyllama_1B", acceptance=None), module_of("adaptive.records").AUTO
     adaptive = memory(replace(spec, num_draft_tokens=max(auto.lengths(None)), chooser=auto), A100)[0]
     found = {
-        missing: choice(search(spec, replace(A100, num_gpus=1, memory_bytes=adaptive.needed_bytes - missing)),
-                        "13B", "tinyllama_1B", "one_rank", num_ranks=1)
+        missing: choice(
+            search(spec, replace(A100, num_gpus=1, memory_bytes=adaptive.needed_bytes - missing)),
+            "13B",
+            "tinyllama_1B",
+            "one_rank",
+            num_ranks=1,
+        )
         for missing in (0, 1)
-    }  # fmt: skip
+    }
     assert (found[0]["adapts"], found[1]["adapts"]) == (True, False)
     assert (found[1]["reason"], "cuda_graphs=false" in found[1]["settings"]) == (None, False)
     assert f"speculation.num_draft_tokens={found[1]['num_draft_tokens']}" in found[1]["settings"]

@@ -15,16 +15,34 @@ from llama_ssp.terminal.tables import results_table
 from tests.helpers.runs import PLAIN, summary
 
 CELL = BenchmarkCell(
-    model="big", draft="small", dtype="fp32", quantization="none", world_size=1, temperature=0.8, max_new_tokens=64,
-    num_draft_tokens=4, prompt_tokens=16, batch_size=1, ms_per_token={"plain": 2.0, "speculative": 2.5},
-    forecast_ms_per_token={"plain": 600.5}, tokens_per_round=2.9, other_share=0.04, copy_share=0.99, text_sha256="",
-    versions={"torch": "2.13.0"}, git_commit=None,
-)  # fmt: skip
+    model="big",
+    draft="small",
+    dtype="fp32",
+    quantization="none",
+    world_size=1,
+    temperature=0.8,
+    max_new_tokens=64,
+    num_draft_tokens=4,
+    prompt_tokens=16,
+    batch_size=1,
+    ms_per_token={"plain": 2.0, "speculative": 2.5},
+    forecast_ms_per_token={"plain": 600.5},
+    tokens_per_round=2.9,
+    other_share=0.04,
+    copy_share=0.99,
+    text_sha256="",
+    versions={"torch": "2.13.0"},
+    git_commit=None,
+)
 FULL_ROW = replace(
-    CELL, num_draft_tokens=8, prompt_tokens=2048, batch_size=64, tokens_per_round=12.25,
+    CELL,
+    num_draft_tokens=8,
+    prompt_tokens=2048,
+    batch_size=64,
+    tokens_per_round=12.25,
     ms_per_token={"plain": 701.25, "speculative": 702.25, "generate": 703.25, "assisted": 704.25},
     forecast_ms_per_token={"plain": 600.5, "speculative": 500.5},
-)  # fmt: skip
+)
 
 
 def test_a_table_has_forecasts_next_to_measurements() -> None:

@@ -267,9 +267,12 @@ def test_of_a_corpus_the_longest_match_then_the_most_frequent_continuation_is_co
             if ends:
                 wanted, counts = length, Counter(corpus[end] for end in ends)
                 place = max(ends, key=lambda end: (counts[corpus[end]], end))
-                assert copied_BK[row].tolist() == ids_C.new_zeros(len(corpus) + 7).index_copy_(
-                    0, torch.arange(len(corpus)), ids_C
-                )[place : place + 2].tolist()  # fmt: skip
+                assert (
+                    copied_BK[row].tolist()
+                    == ids_C.new_zeros(len(corpus) + 7)
+                    .index_copy_(0, torch.arange(len(corpus)), ids_C)[place : place + 2]
+                    .tolist()
+                )
                 break
         assert matched_B1[row] == wanted
 

@@ -60,9 +60,14 @@ class Case(NamedTuple):
 
 
 def case(
-    starts: list[int], num_tokens: int,
-    *, heads: tuple[int, int] = (8, 4), head_dim: int = 32, window: int = 0, rows: KeptRows = SINGLES,
-) -> tuple[Case, Tensor, Tensor]:  # fmt: skip
+    starts: list[int],
+    num_tokens: int,
+    *,
+    heads: tuple[int, int] = (8, 4),
+    head_dim: int = 32,
+    window: int = 0,
+    rows: KeptRows = SINGLES,
+) -> tuple[Case, Tensor, Tensor]:
     """Random tokens behind texts of some lengths, a filled cache, and where its rows begin."""
     generator = torch.Generator().manual_seed(len(starts) + num_tokens)
     (num_heads, num_kv), num_slots = heads, max(starts) + num_tokens + 3
@@ -83,9 +88,14 @@ def test_the_bits_do_not_depend_on_how_many_registers_a_cpu_has(
     made(head_dim, rows)
     monkeypatch.setattr("llama_ssp.extensions.cpu.code.attention.has_features", lambda names: not has_features(names))
     cut_otherwise = find_operator(
-        f"attention_cut_otherwise_{rows.kind}_{head_dim}({SIGNATURE}", "attention", rows.kind, head_dim, entry="attend",
-        check=lambda _: None, instead="",
-    )  # fmt: skip
+        f"attention_cut_otherwise_{rows.kind}_{head_dim}({SIGNATURE}",
+        "attention",
+        rows.kind,
+        head_dim,
+        entry="attend",
+        check=lambda _: None,
+        instead="",
+    )
     for num_tokens in (1, 2, 5, 9):
         given, cache, first_slots = case([300, 4], num_tokens, heads=(14, 2), head_dim=head_dim, rows=rows)
         wanted = given.call(cache.clone(), first_slots)
@@ -120,9 +130,12 @@ def defined(given: Case, cache: Tensor, first_slots: Tensor) -> Tensor:
 
 @pytest.mark.seconds
 @pairs(
-    heads=HEADS, head_dim=[16, 32, 64, 80, 128, 256], starts=[[0], [120], [300, 4, FAR]], num_tokens=[1, 5, 40],
+    heads=HEADS,
+    head_dim=[16, 32, 64, 80, 128, 256],
+    starts=[[0], [120], [300, 4, FAR]],
+    num_tokens=[1, 5, 40],
     way=["text", "window", "trees", "trees in a window", "trees in a small window", "scores far apart"],
-)  # fmt: skip
+)
 def test_it_is_attention(heads: tuple[int, int], head_dim: int, starts: list[int], num_tokens: int, way: str) -> None:
     """To a text, to the last positions of one, and of nodes of trees to the text and their ancestors."""
     window = 2 if "small" in way else 150 if "window" in way else 0

@@ -18,9 +18,10 @@ from tests.helpers.tokenizers import save_tokenizer
 MACHINES: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None]]] = {
     "no llvmlite": ("needs llvmlite", lambda patch: patch.setattr(equal_bits, "find_spec", lambda _: None)),
     "no instructions": (
-        "needs a processor with fma", lambda patch: patch.setattr(equal_bits, "has_features", lambda _: False)
+        "needs a processor with fma",
+        lambda patch: patch.setattr(equal_bits, "has_features", lambda _: False),
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("machine", MACHINES)

@@ -45,15 +45,22 @@ class Case(NamedTuple):
     def part(self, rows: slice, heads: slice, positions: slice) -> "Case":
         """The same for some queries."""
         return self._replace(
-            queries=self.queries[rows, heads, positions], latents=self.latents[rows], rotary=self.rotary[rows],
+            queries=self.queries[rows, heads, positions],
+            latents=self.latents[rows],
+            rotary=self.rotary[rows],
             mask=self.mask[rows, :, positions],
-        )  # fmt: skip
+        )
 
 
 def case(
-    starts: list[int], number: int, *, heads: int = 5, widths: tuple[int, int] = (32, 16), kept: KeptRows = SINGLES,
+    starts: list[int],
+    number: int,
+    *,
+    heads: int = 5,
+    widths: tuple[int, int] = (32, 16),
+    kept: KeptRows = SINGLES,
     way: str = "text",
-) -> Case:  # fmt: skip
+) -> Case:
     """Random queries behind texts of some lengths, in a cache with room for more."""
     generator = torch.Generator().manual_seed(number)
     num_slots = (max(starts) + number + 10) // 8 * 8
@@ -75,9 +82,13 @@ def case(
 
 @pytest.mark.seconds
 @pairs(
-    name=[*FORMATS], widths=[(32, 16), (64, 16), (256, 32)], heads=[1, 5, 32], starts=[[0], [CROSSING], [300, 4, FAR]],
-    number=[1, 5, 40], way=["text", "window", "tree", "scores far apart"],
-)  # fmt: skip
+    name=[*FORMATS],
+    widths=[(32, 16), (64, 16), (256, 32)],
+    heads=[1, 5, 32],
+    starts=[[0], [CROSSING], [300, 4, FAR]],
+    number=[1, 5, 40],
+    way=["text", "window", "tree", "scores far apart"],
+)
 def test_it_is_attention_to_latents(  # noqa: PLR0917 - a product
     name: str, widths: tuple[int, int], heads: int, starts: list[int], number: int, way: str
 ) -> None:

@@ -90,9 +90,11 @@ def assert_close(found: Tensor, wanted: Tensor, *, within: float = TOLERANCES[to
 
 
 @pairs(
-    version=[*OTHERS, *COMPILED], num_rows=[1, 2, 5, 6, 9, 14, 40], sizes=[(16, 128), (48, 1024), (544, 256)],
+    version=[*OTHERS, *COMPILED],
+    num_rows=[1, 2, 5, 6, 9, 14, 40],
+    sizes=[(16, 128), (48, 1024), (544, 256)],
     has_bias=[True, False],
-)  # fmt: skip
+)
 def test_every_version_computes_the_product_of_its_weights(
     version: str, num_rows: int, sizes: tuple[int, int], has_bias: bool
 ) -> None:

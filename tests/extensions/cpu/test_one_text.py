@@ -26,12 +26,18 @@ from tests.helpers.models import build_checkpoint
 from tests.helpers.tokenizers import save_tokenizer
 
 FORMATS: dict[str, dict[str, Any]] = {
-    "fp32": {}, "bf16": {"dtype": "bf16"}, "int8": {"quantization": "int8_weight_only"},
-    "fp8": {"quantization": "fp8_weight_only"}, "int4": {"quantization": "int4_weight_only"},
-}  # fmt: skip
+    "fp32": {},
+    "bf16": {"dtype": "bf16"},
+    "int8": {"quantization": "int8_weight_only"},
+    "fp8": {"quantization": "fp8_weight_only"},
+    "int4": {"quantization": "int4_weight_only"},
+}
 DRAFTS: dict[str, Any] = {
-    "tiny-draft": "tiny-draft", "tiny-eagle": "tiny-eagle", "ngram": "ngram", "self": {"kind": "self", "layers": 5},
-}  # fmt: skip
+    "tiny-draft": "tiny-draft",
+    "tiny-eagle": "tiny-eagle",
+    "ngram": "ngram",
+    "self": {"kind": "self", "layers": 5},
+}
 TREES = {"tiny-draft": "3x2x1x1", "tiny-eagle": "dynamic-12x4x4"}
 BATCHES = 1, 3, 16
 SOURCE = Path(argparse.__file__).read_text(encoding="utf-8")
@@ -44,7 +50,7 @@ def prompts(number: int) -> list[str]:
     return [SOURCE[place * 571 :][: 40 + place * 97 % 360] for place in range(number)]
 
 
-def loaded(form: str, draft: Any = None, **how: Any) -> Pair:  # noqa: ANN401 - as `load` takes it
+def loaded(form: str, draft: Any = None, **how: Any) -> Pair:
     product = format_of(FORMATS[form].get("quantization", "none")).compiled
     if product and not has_features(product.needs):
         pytest.skip("this processor has no such product")
@@ -147,7 +153,7 @@ class Scored:
         patch.setattr(target, "_head", self._of_head)
         patch.setattr(target, "forward", self._recorded)
 
-    def _of_head(self, stream: Any) -> tuple[Tensor, Tensor]:  # noqa: ANN401 - of a layer
+    def _of_head(self, stream: Any) -> tuple[Tensor, Tensor]:
         found: tuple[Tensor, Tensor] = self._head(stream)
         self._logits = found[1]
         return found

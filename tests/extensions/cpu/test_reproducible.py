@@ -25,17 +25,24 @@ from tests.helpers.lanes import heavy
 from tests.helpers.models import build_checkpoint, load_lean
 
 SIZES: dict[str, Any] = {
-    "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 16,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
     "vocab_size": 192,
-}  # fmt: skip
+}
 ROWS, POSITIONS, LENGTH = 16, 9, 40
 BOTH = [(1, 1), (2, 9), (3, 2), (5, 5), (7, 1), (16, 3), (16, 9)]
 """Rows and positions that are read together."""
 FORMATS = ["int8_weight_only", "fp8_weight_only", "int8", "int4_weight_only"]
 CASES = [
-    ("llama", None, "none"), ("llama", torch.bfloat16, "none"), ("qwen3, windows", torch.bfloat16, "none"),
-    ("qwen2", torch.float16, "none"), ("llama", torch.bfloat16, "int8_weight_only"),
-]  # fmt: skip
+    ("llama", None, "none"),
+    ("llama", torch.bfloat16, "none"),
+    ("qwen3, windows", torch.bfloat16, "none"),
+    ("qwen2", torch.float16, "none"),
+    ("llama", torch.bfloat16, "int8_weight_only"),
+]
 MORE = [("llama", dtype, name) for dtype in (None, torch.bfloat16) for name in FORMATS]
 MORE += [(family, dtype, "none") for family in ("qwen2", "qwen3, windows") for dtype in (None, torch.bfloat16)]
 
@@ -60,11 +67,17 @@ def differing(runner: LeanRunner, both: list[tuple[int, int]]) -> list[tuple[int
     def read(ids: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
         return runner.forward(ids, positions, bucket=64, cache_rows_B=rows).clone()
 
-    alone_BTV = torch.stack([
-        torch.cat([read(ids_BT[row, at, None][None], places_T[at, None][None], torch.tensor([row]))[0]
-                   for at in range(LENGTH)])
-        for row in range(max(rows for rows, _ in both))
-    ])  # fmt: skip
+    alone_BTV = torch.stack(
+        [
+            torch.cat(
+                [
+                    read(ids_BT[row, at, None][None], places_T[at, None][None], torch.tensor([row]))[0]
+                    for at in range(LENGTH)
+                ]
+            )
+            for row in range(max(rows for rows, _ in both))
+        ]
+    )
     found, before = [], torch.get_num_threads()
     try:
         for number, (rows, positions) in enumerate(both):

@@ -108,7 +108,7 @@ def two_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 class Alternating(ThreadChoice):
     """Another number of threads in every round."""
 
-    def record(self, work: object, seconds: float) -> None:  # noqa: ARG002
+    def record(self, work: object, seconds: float) -> None:
         """Take no notice of times."""
         self._current = self._candidates[self._current is self._candidates[0]]
         self._tried = None

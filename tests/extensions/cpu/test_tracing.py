@@ -40,7 +40,7 @@ def runner(
     family: str = "llama",
     kernel: Kernel = PlainLinear,
     *,
-    dtype: Any = torch.float32,  # noqa: ANN401 - torch types `to` in part
+    dtype: Any = torch.float32,
     **changes: int,
 ) -> LeanRunner:
     return load_lean(tiny_model(family, **changes).to(dtype), kernel=kernel)

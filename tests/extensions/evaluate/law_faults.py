@@ -82,7 +82,7 @@ def shared_uniforms(verify: Verify) -> Verify:
     return faulty
 
 
-def race(weights_BV: Tensor, uniforms_BP: Tensor, *, units: float = 0.0) -> Tensor:  # noqa: ARG001 - as `draw`
+def race(weights_BV: Tensor, uniforms_BP: Tensor, *, units: float = 0.0) -> Tensor:
     """Draw by a race of all tokens (Gumbel-max), whose noise is a function of the first uniform."""
     keys_B = (uniforms_BP[:, 0] * 2.0**53).long()
     noise_BTV = uniforms.exponentials(keys_B, torch.zeros_like(keys_B)[:, None], vocab_size=weights_BV.shape[1])

@@ -45,9 +45,13 @@ def sums_of_texts(texts: Sequence[Sequence[int]], stated: Sequence[float] | None
     for place in range(NUM_TOKENS):
         role = Role.hidden if place else Role.unused
         sums.add(
-            ids_BT[:, place, None], target_BV, draft_BV, newest_BN=ids_BT[:, :place], roles_B=torch.full((num,), role),
+            ids_BT[:, place, None],
+            target_BV,
+            draft_BV,
+            newest_BN=ids_BT[:, :place],
+            roles_B=torch.full((num,), role),
             stated_BV=stated_BV,
-        )  # fmt: skip
+        )
     return sums.of_texts()
 
 

@@ -134,8 +134,10 @@ def test_no_residual_is_expected_of_a_head_whose_second_token_has_another_law_th
     ("arguments", "rounds"),
     [
         ((), Rounds(sees_rejections=True)),
-        (("verification=block", "sampling.repetition_penalty=1.2"),
-         Rounds(rule="block", sees_rejections=True, penalizes=True)),
+        (
+            ("verification=block", "sampling.repetition_penalty=1.2"),
+            Rounds(rule="block", sees_rejections=True, penalizes=True),
+        ),
         (("verification=coupled",), Rounds(rule="coupled")),
         (("model.dtype=bf16",), Rounds()),
         (("draft.model.cache_dtype=int8",), Rounds()),
@@ -148,7 +150,7 @@ def test_no_residual_is_expected_of_a_head_whose_second_token_has_another_law_th
         (("draft.tokenizer=own",), Rounds(num_known=0)),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_scores_follow_how_rounds_draft_and_verify(arguments: tuple[str, ...], rounds: Rounds) -> None:
     given = ["task=evaluate", *arguments]
     if not any("dtype" in argument for argument in arguments):
@@ -260,9 +262,12 @@ def test_several_texts_of_a_prompt_are_scored_from_the_state_after_it(
     model, prompt = build_checkpoint(tmp_path, kind), tuple(range(2, 32))
     new = [tuple(range(start, start + 9)) for start in (3, 50, 90)]
     scorer = Scorer(
-        load_model(Loading(inspect(tmp_path))), log_probs_of(SamplingConfig(temperature=1.0)), batch_size=1,
-        longest=len(prompt) + 9, num_positions=4,
-    )  # fmt: skip
+        load_model(Loading(inspect(tmp_path))),
+        log_probs_of(SamplingConfig(temperature=1.0)),
+        batch_size=1,
+        longest=len(prompt) + 9,
+        num_positions=4,
+    )
     with torch.inference_mode():
         found = [
             score.log_probs
@@ -282,9 +287,14 @@ PLAIN, PENALIZED = SamplingConfig(temperature=1.0), SamplingConfig(temperature=1
 
 
 def sums_of_samples(
-    rule_name: str, *, ngram: bool, num_texts: int, seed: int = 0, sampling: SamplingConfig = PLAIN,
+    rule_name: str,
+    *,
+    ngram: bool,
+    num_texts: int,
+    seed: int = 0,
+    sampling: SamplingConfig = PLAIN,
     tree: str | None = None,
-) -> dict[str, Sum]:  # fmt: skip
+) -> dict[str, Sum]:
     """Decode samples of two prompts, and score them."""
     shape = tree_of(tree)
     # Only a draft that is surer than the target rejects a token that takes much of its law along.
@@ -292,9 +302,15 @@ def sums_of_samples(
     target = PrefixRunner(VOCAB_SIZE, seed=seed, sharpness=target_sharpness)
     draft = None if ngram else PrefixRunner(VOCAB_SIZE, seed=seed, sharpness=draft_sharpness)
     decoder = make_decoder(
-        target, draft, sampling=sampling, num_draft_tokens=NUM_DRAFT_TOKENS, batch_size=BATCH_SIZE, rule_name=rule_name,
-        ngram=ngram, tree=shape,
-    )  # fmt: skip
+        target,
+        draft,
+        sampling=sampling,
+        num_draft_tokens=NUM_DRAFT_TOKENS,
+        batch_size=BATCH_SIZE,
+        rule_name=rule_name,
+        ngram=ngram,
+        tree=shape,
+    )
     change_runs(decoder, seed=seed)
     requests = [
         Request(index=index, sample=sample, prompt_ids=ids, max_new_tokens=NUM_TOKENS)
@@ -304,20 +320,29 @@ def sums_of_samples(
     texts = []
     for done in complete(decoder, requests):
         roles = roles_of(done.accepted_lengths, done.examined_lengths, num_tokens=len(done.token_ids))
-        texts.append((done.request.index, SampledText(
-            prompt_ids=done.request.prompt_ids, token_ids=tuple(done.token_ids), roles=tuple(roles)
-        )))  # fmt: skip
+        texts.append(
+            (
+                done.request.index,
+                SampledText(prompt_ids=done.request.prompt_ids, token_ids=tuple(done.token_ids), roles=tuple(roles)),
+            )
+        )
     parts = parts_of(draft, rule=make_rule(sampling, VerificationConfig()), num_draft_tokens=NUM_DRAFT_TOKENS)
     drafter = ModelDrafter(parts) if draft else copying(parts)
     rounds = Rounds(
         rule=CERTAIN if ngram and rule_name != "coupled" else rule_name,
-        widths=shape.shape.widths if shape else (), penalizes=sampling.penalizes,
+        widths=shape.shape.widths if shape else (),
+        penalizes=sampling.penalizes,
         sees_rejections=not (ngram or shape or rule_name == "coupled"),
-    )  # fmt: skip
+    )
     scorer = Scorer(
-        target, log_probs_of(sampling), batch_size=BATCH_SIZE, longest=3 + NUM_TOKENS,
-        num_positions=NUM_DRAFT_TOKENS + 1, drafter=drafter, rounds=rounds,
-    )  # fmt: skip
+        target,
+        log_probs_of(sampling),
+        batch_size=BATCH_SIZE,
+        longest=3 + NUM_TOKENS,
+        num_positions=NUM_DRAFT_TOKENS + 1,
+        drafter=drafter,
+        rounds=rounds,
+    )
     scores = []
     with torch.inference_mode():
         for _, of_prompt in groupby(texts, key=lambda entry: entry[0]):
@@ -349,25 +374,34 @@ def test_the_sums_of_true_samples_are_as_wide_as_their_variances_say(
 
 
 APPLIES = [
-    *((rule, False, fault) for rule in ("speculative", "block")
-      for fault in ("wrong residual", "bonus of the draft", "key of the run")),
+    *(
+        (rule, False, fault)
+        for rule in ("speculative", "block")
+        for fault in ("wrong residual", "bonus of the draft", "key of the run")
+    ),
     # Copies are certain: the target's own choices decide, without residuals and acceptance.
     *(("speculative", True, fault) for fault in ("bonus of the draft", "key of the run")),
     ("speculative", False, "shifted key"),
-    *((rule, False, fault) for rule in ("speculative", "block")
-      for fault in ("acceptance by the draft's key", "shared uniforms")),
-    ("block", False, "weightless residual"), ("speculative", False, "kept sibling"),
+    *(
+        (rule, False, fault)
+        for rule in ("speculative", "block")
+        for fault in ("acceptance by the draft's key", "shared uniforms")
+    ),
+    ("block", False, "weightless residual"),
+    ("speculative", False, "kept sibling"),
     ("speculative", False, "shared race"),
     *(("coupled", ngram, fault) for ngram in (False, True) for fault in ("bonus of the draft", "key of the round")),
     # What an n-gram draft copies stands in the text already, so a repetition penalty does not miss it.
     *((rule, False, "forgetful penalty") for rule in ("speculative", "block", "coupled")),
     # `block` with a model as the draft needs many times as many texts of these models.
     *(("speculative", False, fault) for fault in ("u x 0.95", "u x 1.05")),
-]  # fmt: skip
+]
 FAST = [
-    ("speculative", True, "key of the run"), ("block", False, "weightless residual"),
-    ("speculative", False, "kept sibling"), ("coupled", False, "key of the round"),
-]  # fmt: skip
+    ("speculative", True, "key of the run"),
+    ("block", False, "weightless residual"),
+    ("speculative", False, "kept sibling"),
+    ("coupled", False, "key of the round"),
+]
 
 
 @pytest.mark.parametrize(

@@ -43,11 +43,14 @@ PLANTED = {
     "bonus of the draft": "a bonus token drawn from the draft",
 }
 CASES = [
-    *((rule, fault) for rule in ("speculative", "block")
-      for fault in ("wrong residual", "shared uniforms", "shared race", "forgetful penalty", "bonus of the draft")),
+    *(
+        (rule, fault)
+        for rule in ("speculative", "block")
+        for fault in ("wrong residual", "shared uniforms", "shared race", "forgetful penalty", "bonus of the draft")
+    ),
     ("block", "weightless residual"),
     *(("speculative", fault) for fault in ("u x 0.95", "u x 1.05", "drafts in bf16", "kept sibling")),
-]  # fmt: skip
+]
 
 
 def drafted(rule: Rule, law_BTV: Tensor, uniforms_BKP: Tensor, *, tree: Tree | None, in_bf16: bool) -> Draft:
@@ -79,9 +82,10 @@ def sums_of_rounds(
         if not (forgets or in_bf16):
             plant(fault, patch)
         rule = make_rule(
-            SamplingConfig(temperature=temperature), VerificationConfig(rule=rule_name),
+            SamplingConfig(temperature=temperature),
+            VerificationConfig(rule=rule_name),
             of_trees=partial(verify_tree, tree) if tree else None,
-        )  # fmt: skip
+        )
         logits_BTV = spread * random()
         target_BTV, law_BTV = rule.process(logits_BTV), rule.process(shared * logits_BTV + own * random())
         verified_BTV = target_BTV
@@ -95,10 +99,17 @@ def sums_of_rounds(
     if isinstance(draft.nodes, Topology):
         num_accepted_B1, path_BD = draft.nodes.path_to(verdict.node_B1)
         nodes_BT = pad(path_BD, (1, 0))
-    sums = law.LawSums(NUM_ROUNDS, torch.device("cpu"), Rounds(
-        rule=rule_name, widths=tree.shape.widths if tree else (), sees_rejections=not tree, penalizes=forgets,
-        num_known=num_known,
-    ))  # fmt: skip
+    sums = law.LawSums(
+        NUM_ROUNDS,
+        torch.device("cpu"),
+        Rounds(
+            rule=rule_name,
+            widths=tree.shape.widths if tree else (),
+            sees_rejections=not tree,
+            penalizes=forgets,
+            num_known=num_known,
+        ),
+    )
     most = depth - (fault == "bonus of the draft")
     for place in range(most + 1):
         at_B1V = nodes_BT[:, place, None, None].expand(-1, 1, VOCAB_SIZE)
@@ -108,10 +119,13 @@ def sums_of_rounds(
         ids_B1 = draft.ids_BK.gather(1, (nodes_BT[:, min(place + 1, depth), None] - 1).clamp_min(0))
         roles_B1 = torch.where(num_accepted_B1 == place, Role.bonus if place == most else Role.resampled, Role.unused)
         sums.add(
-            torch.where(num_accepted_B1 > place, ids_B1, verdict.next_ids_B1), target_BV, draft_BV,
-            newest_BN=ids_B1, roles_B=torch.where(num_accepted_B1 > place, Role.accepted, roles_B1)[:, 0],
+            torch.where(num_accepted_B1 > place, ids_B1, verdict.next_ids_B1),
+            target_BV,
+            draft_BV,
+            newest_BN=ids_B1,
+            roles_B=torch.where(num_accepted_B1 > place, Role.accepted, roles_B1)[:, 0],
             forgetful_BV=verified_BV if forgets else None,
-        )  # fmt: skip
+        )
     return sums.of_texts()
 
 

@@ -88,10 +88,12 @@ def test_a_statistic_of_swapped_pairs_is_that_of_the_swapped_samples(make: Make)
     assert none.tolist() == [1.0] * 40
     for sign in signs:
         swapped = PairedGroup(
-            columns=[[(a, b) if kept > 0 else (b, a) for (a, b), kept in zip(column, sign, strict=True)]
-                     for column in pairs.columns],
+            columns=[
+                [(a, b) if kept > 0 else (b, a) for (a, b), kept in zip(column, sign, strict=True)]
+                for column in pairs.columns
+            ],
             differences=[value * kept for value, kept in zip(pairs.differences, sign, strict=True)],
-        )  # fmt: skip
+        )
         assert make([pairs], [sign[None]]) == pytest.approx(make([swapped], [none[None]]))
 
 

@@ -78,10 +78,17 @@ def test_products_have_three_worked_examples_no_product_is_asked_twice_and_the_s
 @pytest.mark.parametrize(
     ("text", "is_right"),
     [
-        (" 3145\n", True), (" 3145", True), ("3145.", True), (" 3146\n", False), (" 31450\n", False), ("", False),
-        (" 314", False), ("x 3145", False), (" 3145abc", False),
+        (" 3145\n", True),
+        (" 3145", True),
+        ("3145.", True),
+        (" 3146\n", False),
+        (" 31450\n", False),
+        ("", False),
+        (" 314", False),
+        ("x 3145", False),
+        (" 3145abc", False),
     ],
-)  # fmt: skip
+)
 def test_only_the_whole_product_is_right(text: str, is_right: bool) -> None:
     assert arithmetic.is_right(line(PLAIN, [1], prompt="12 * 12 = 144\n37 * 85 =", text=text)) is is_right
 
@@ -90,10 +97,14 @@ def products(num_both: int, num_plain: int, num_fast: int, num_none: int) -> lis
     outcomes = num_both * [(1, 1)] + num_plain * [(1, 0)] + num_fast * [(0, 1)] + num_none * [(0, 0)]
     texts = " 145", " 144"
     return [
-        CompletionPair(*(line(mode, [1], index=index, prompt="12 * 12 =", text=texts[right])
-               for mode, right in zip((PLAIN, SPECULATIVE), rights, strict=True)))
+        CompletionPair(
+            *(
+                line(mode, [1], index=index, prompt="12 * 12 =", text=texts[right])
+                for mode, right in zip((PLAIN, SPECULATIVE), rights, strict=True)
+            )
+        )
         for index, rights in enumerate(outcomes)
-    ]  # fmt: skip
+    ]
 
 
 @pytest.mark.parametrize(
@@ -143,7 +154,7 @@ def test_greedy_texts_of_a_reproducible_run_are_equal_or_fail() -> None:
         (0.6, Dtype.bf16, {}, False),
     ],
 )
-def test_greedy_texts_may_part_at_a_near_tie_alone(gap: float, dtype: Dtype, task: Any, passed: bool) -> None:  # noqa: ANN401
+def test_greedy_texts_may_part_at_a_near_tie_alone(gap: float, dtype: Dtype, task: Any, passed: bool) -> None:
     pairs = [CompletionPair(*both([1, 2], [1, 2])), CompletionPair(*both([1, 2, 3], [1, 4, 5], index=1))]
     assert [each.key for each in agreement.scored(pairs)] == [(1, PLAIN, 0), (1, SPECULATIVE, 0)]
     settings = config("agreement", **task)
@@ -198,9 +209,13 @@ def text_sums(value: float, *, shift: float = 0.0) -> TextSums:
     """A text of which each score has this value, with variance 1."""
     num = len(SCORES)
     return TextSums(
-        values=[value] * num, variances=[1.0] * num, reaches=[2.0] * num, ranges=[3.0] * num,
-        shifts=[[shift] * num] * len(FAULTS), drifts=[0.0] * num,
-    )  # fmt: skip
+        values=[value] * num,
+        variances=[1.0] * num,
+        reaches=[2.0] * num,
+        ranges=[3.0] * num,
+        shifts=[[shift] * num] * len(FAULTS),
+        drifts=[0.0] * num,
+    )
 
 
 def test_samples_that_agree_with_each_other_must_agree_with_the_target_too() -> None:
@@ -233,8 +248,14 @@ def test_a_verdict_names_the_faults_that_it_could_not_have_found() -> None:
 @pytest.mark.seconds
 def test_a_bound_holds_for_sums_of_rare_tokens_too() -> None:
     """A proposal of probability 1e-4 in 20000 texts: it comes up 8 times or more with probability 0.001."""
-    [rare, *_] = sums_of([text_sums(0.0)._replace(values=[6.0 / 20000] * len(SCORES), variances=[1e-4] * len(SCORES),
-                                  reaches=[1.0] * len(SCORES))] * 20000).values()  # fmt: skip
+    [rare, *_] = sums_of(
+        [
+            text_sums(0.0)._replace(
+                values=[6.0 / 20000] * len(SCORES), variances=[1e-4] * len(SCORES), reaches=[1.0] * len(SCORES)
+            )
+        ]
+        * 20000
+    ).values()
     assert rare.z > 4
     assert rare.p_value > 0.001
 

@@ -65,7 +65,7 @@ class Compiled:
 
 
 def compile_kernel(
-    kernel: Any,  # noqa: ANN401 - Triton is untyped
+    kernel: Any,
     types: Mapping[str, str],
     constants: Mapping[str, object],
     *,

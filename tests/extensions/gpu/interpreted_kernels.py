@@ -94,9 +94,14 @@ def norm_of_a_gpu(norm: RmsNorm, weight_E: Tensor, eps: float) -> None:
 
 
 def by_lengths(
-    attend: VarlenAttention, heads: Heads,
-    *, queries: Sequence[int], lengths: Sequence[int], window: int | None, kept: KeptRows | None = None,
-) -> Tensor:  # fmt: skip
+    attend: VarlenAttention,
+    heads: Heads,
+    *,
+    queries: Sequence[int],
+    lengths: Sequence[int],
+    window: int | None,
+    kept: KeptRows | None = None,
+) -> Tensor:
     """Attention of rows of so many queries and slots, which lie as in a cache; the same values for each call."""
     generator = torch.Generator().manual_seed(1)
     num_rows, num_slots = len(lengths), max(lengths) + 3
@@ -148,7 +153,7 @@ def split_rows() -> None:
 def dots_in_order() -> Iterator[None]:
     """In the block the sums of `tl.dot` go from one input to the next: NumPy's order depends on the size of a tile."""
 
-    def create_dot(_: object, a: Any, b: Any, d: Any, *_others: object) -> Any:  # noqa: ANN401 - Triton is untyped
+    def create_dot(_: object, a: Any, b: Any, d: Any, *_others: object) -> Any:
         left, right = (each.data.astype(numpy.float32) for each in (a, b))
         total = d.data.astype(numpy.float32)
         for place in range(left.shape[-1]):
@@ -164,9 +169,14 @@ BOTH = [(1, 9), (2, 2), (7, 5), (16, 8)]
 
 
 def own_bits_of_queries(
-    heads: Heads, kept: KeptRows, *, attend: VarlenAttention = attention_gpu.attend, window: int | None = None,
-    both: Sequence[tuple[int, int]] = BOTH, dtype: torch.dtype = DTYPE,
-) -> None:  # fmt: skip
+    heads: Heads,
+    kept: KeptRows,
+    *,
+    attend: VarlenAttention = attention_gpu.attend,
+    window: int | None = None,
+    both: Sequence[tuple[int, int]] = BOTH,
+    dtype: torch.dtype = DTYPE,
+) -> None:
     """A query has the bits that it has alone, among up to 16 rows and 9 positions; ours where parts are of one step.
 
     Results in fp32 show every bit of a sum.
@@ -251,8 +261,14 @@ def wrong_latents_are_not_used() -> None:
 
 def own_bits_of_rows() -> None:
     """A row of a product has the bits that it has alone, among up to 16; of 16 bits among 2 to 16."""
-    sizes = {"int8": (33, 2100), "fp8": (33, 2176), "int4, 128": (20, 2176), "int4, 32": (33, 1056),
-             "mxfp4": (33, 1056), "nvfp4": (20, 2080)}  # fmt: skip
+    sizes = {
+        "int8": (33, 2100),
+        "fp8": (33, 2176),
+        "int4, 128": (20, 2176),
+        "int4, 32": (33, 1056),
+        "mxfp4": (33, 1056),
+        "nvfp4": (20, 2080),
+    }
     for form, (num_outputs, num_inputs) in sizes.items():
         operands, _ = OPERANDS[form](num_outputs, num_inputs)
         for dtype, num_processors in ((DTYPE, 1), (torch.float32, 132)):
@@ -294,9 +310,11 @@ def bits_of_all_rows() -> None:
 ALL = [*((rows, 1 + 5 * rows % 9) for rows in range(1, 17)), *((16, number) for number in range(1, 10))]
 """Each number of rows, and of positions."""
 EQUAL_CASES: list[tuple[Heads, KeptRows, int | None]] = [
-    (Heads(2, 1, 24, 24**-0.5), KEPT[0], None), (Heads(3, 1, 40, 40**-0.5), KEPT[0], 5),
-    (Heads(3, 1, 16, 0.25), KEPT[1], 20), (Heads(2, 2, 16, 0.25), KEPT[2], None),
-]  # fmt: skip
+    (Heads(2, 1, 24, 24**-0.5), KEPT[0], None),
+    (Heads(3, 1, 40, 40**-0.5), KEPT[0], 5),
+    (Heads(3, 1, 16, 0.25), KEPT[1], 20),
+    (Heads(2, 2, 16, 0.25), KEPT[2], None),
+]
 
 
 def bits_of_equal_parts() -> None:
@@ -458,9 +476,14 @@ def choice_of_attention() -> None:
     """Ours is compared with a mask, and serves the queries of rounds."""
     theirs, right, none = Mock(), attention_gpu.attend, torch.empty(0)
     tried = partial(
-        choice._with_ours, theirs, Heads(16, 1, 16, 0.25), device=CPU, dtype=DTYPE, has_windows=True,
+        choice._with_ours,
+        theirs,
+        Heads(16, 1, 16, 0.25),
+        device=CPU,
+        dtype=DTYPE,
+        has_windows=True,
         kept=KeptRows(DTYPE),
-    )  # fmt: skip
+    )
     with patch.object(attention_gpu, "attend", side_effect=right) as ours:
         chosen = tried()
         ours.side_effect = None
@@ -514,9 +537,12 @@ def gate() -> None:
 
 
 def whole_model(
-    kind: str, attend: VarlenAttention | None = varlen_attention,
-    *, precision: Precision = UNQUANTIZED, tolerance: float = 0.02,
-) -> None:  # fmt: skip
+    kind: str,
+    attend: VarlenAttention | None = varlen_attention,
+    *,
+    precision: Precision = UNQUANTIZED,
+    tolerance: float = 0.02,
+) -> None:
     """Forwards of 40 tokens, then of few, by lengths or by masks, next to torch's operators by masks."""
     by_operators, runner = (
         load_lean(modules(kind, DTYPE), precision=precision, varlen=varlen) for varlen in (None, attend)
@@ -603,7 +629,7 @@ def dot_of_bf16() -> None:
     """Teach the interpreter, which keeps bf16 as its bits, to multiply them."""
     create_dot = interpreter.InterpreterBuilder.create_dot
 
-    def widened(handle: Any) -> Any:  # noqa: ANN401 - Triton is untyped
+    def widened(handle: Any) -> Any:
         if handle.dtype.scalar is not tl.bfloat16:
             return handle
         return interpreter.TensorHandle((handle.data.astype(numpy.uint32) << 16).view(numpy.float32), tl.float32)
@@ -621,10 +647,16 @@ def product_on(num_processors: int, *operands: Tensor, **options: Any) -> Tensor
 
 def few_rows() -> None:
     """Borders of all kinds, tiles of all sizes, splits. Sums are exact, so that the order of the sums does not show."""
-    borders = [("int8", 33, 80), *((form, 33, 128) for form in ("int4, 128", "fp8")),
-               *((form, 33, 96) for form in ("mxfp4", "nvfp4"))]  # fmt: skip
-    splits = [("int8", 20, 2100), *((form, 20, 2176) for form in ("int4, 128", "fp8")),
-              *((form, 20, 2080) for form in ("int4, 32", "mxfp4", "nvfp4"))]  # fmt: skip
+    borders = [
+        ("int8", 33, 80),
+        *((form, 33, 128) for form in ("int4, 128", "fp8")),
+        *((form, 33, 96) for form in ("mxfp4", "nvfp4")),
+    ]
+    splits = [
+        ("int8", 20, 2100),
+        *((form, 20, 2176) for form in ("int4, 128", "fp8")),
+        *((form, 20, 2080) for form in ("int4, 32", "mxfp4", "nvfp4")),
+    ]
     of_dtypes = product((torch.float32, torch.bfloat16), splits)
     for dtype, (form, num_outputs, num_inputs) in chain(
         product([DTYPE], [*borders, *splits, ("int4, 64", 20, 2112)]), of_dtypes
@@ -656,9 +688,12 @@ def few_rows() -> None:
 def unpacked_weights() -> None:
     """Some outputs of a matrix, whole groups of inputs and less."""
     for form, dtype, num_outputs, num_inputs in (
-        ("int4, 128", torch.float16, 5, 128), ("int4, 128", torch.float32, 9, 17 * 128),
-        ("int4, 32", torch.float16, 5, 1056), ("mxfp4", torch.float16, 5, 1056), ("nvfp4", torch.float32, 9, 96),
-    ):  # fmt: skip
+        ("int4, 128", torch.float16, 5, 128),
+        ("int4, 128", torch.float32, 9, 17 * 128),
+        ("int4, 32", torch.float16, 5, 1056),
+        ("mxfp4", torch.float16, 5, 1056),
+        ("nvfp4", torch.float32, 9, 96),
+    ):
         (codes, words, *scales), numbers = OPERANDS[form](num_outputs, num_inputs)
         found = torch.empty(num_outputs - 2, num_inputs, dtype=dtype)
         unpack_codes(codes[2:], words[:, 2:], found, *(each[2:] for each in scales))
@@ -689,8 +724,13 @@ def experts() -> None:
     """Experts with one pair, with several blocks, with none, and of other ranks; sums are exact."""
     num_experts, num_outputs = 5, 20
     for form, num_inputs in (
-        ("int8", 2100), ("fp8", 384), ("int4, 128", 2176), ("int4, 32", 160), ("mxfp4", 96), ("nvfp4", 2080),
-    ):  # fmt: skip
+        ("int8", 2100),
+        ("fp8", 384),
+        ("int4, 128", 2176),
+        ("int4, 32", 160),
+        ("mxfp4", 96),
+        ("nvfp4", 2080),
+    ):
         operands, numbers = OPERANDS[form](num_experts * num_outputs, num_inputs)
         weights, bias = numbers.unflatten(0, (num_experts, -1)), torch.randint(-8, 9, (num_experts * num_outputs,))
         for num_tokens, num_processors in ((1, 1), (40, 264)):
@@ -797,9 +837,18 @@ def check(*parts: str) -> None:
 
 PARTS: dict[str, Sequence[Callable[[], None]]] = {
     "operators": [
-        rotary_and_cache, residual_and_norm, gate, split_rows, choice_of_attention,
-        wrong_kernels_are_not_used, draws, few_rows, unpacked_weights, halves,
-        experts, modules_of_experts,
+        rotary_and_cache,
+        residual_and_norm,
+        gate,
+        split_rows,
+        choice_of_attention,
+        wrong_kernels_are_not_used,
+        draws,
+        few_rows,
+        unpacked_weights,
+        halves,
+        experts,
+        modules_of_experts,
     ],
     "own bits": [own_bits],
     "latents": [attention_to_latents, wrong_latents_are_not_used],
@@ -814,7 +863,7 @@ PARTS: dict[str, Sequence[Callable[[], None]]] = {
     "qwen3 by masks": [partial(whole_model, "qwen3", None)],
     "quantized weights": [partial(whole_model, "llama", precision=Precision(quantization="int8_weight_only"))],
     "quantized cache": [partial(whole_model, "llama", precision=Precision(cache_dtype="int8"), tolerance=0.05)],
-}  # fmt: skip
+}
 
 
 if __name__ == "__main__":

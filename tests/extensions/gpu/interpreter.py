@@ -21,7 +21,7 @@ def _once(patch_language: Callable[..., object]) -> Callable[..., object]:
     """Let the operators of each module of the language be the interpreter's from the first call on, for ever."""
     patched: set[str] = set()
 
-    def patch(function: Any) -> object:  # noqa: ANN401 - of Triton, which is untyped
+    def patch(function: Any) -> object:
         seen = {value.__name__ for value in function.__globals__.values() if value is tl or value is tl.core}
         if not seen <= patched:
             patch_language(function)
@@ -35,7 +35,7 @@ def _remembered(find: Callable[..., object]) -> Callable[..., object]:
     """NumPy's type for each type of Triton, by its name."""
     known: dict[str, object] = {}
 
-    def found(dtype: Any) -> object:  # noqa: ANN401 - of Triton, which is untyped
+    def found(dtype: Any) -> object:
         name = dtype.scalar.name
         if name not in known:
             known[name] = find(dtype)

@@ -34,12 +34,17 @@ REFUSED = {
     "draft=self draft.window=16 sampling.temperature=0.8": "torch's kernels attend to windows there",
 }
 RIGHT = [
-    "model.dtype=bf16 draft.model.dtype=bf16", "draft=tiny-eagle sampling=greedy",
-    "draft=tiny-eagle verification=coupled", "draft=none model.quantization=int4_weight_only",
-    "draft.model.dtype=fp32 sampling=greedy", "sampling=greedy sampling.top_p=0.9", "draft.window=16 sampling=greedy",
-    "draft=self draft.window=16 verification=coupled", "draft=self draft.layers=1 sampling.temperature=0.8",
+    "model.dtype=bf16 draft.model.dtype=bf16",
+    "draft=tiny-eagle sampling=greedy",
+    "draft=tiny-eagle verification=coupled",
+    "draft=none model.quantization=int4_weight_only",
+    "draft.model.dtype=fp32 sampling=greedy",
+    "sampling=greedy sampling.top_p=0.9",
+    "draft.window=16 sampling=greedy",
+    "draft=self draft.window=16 verification=coupled",
+    "draft=self draft.layers=1 sampling.temperature=0.8",
     "draft=ngram sampling.temperature=0.8",
-]  # fmt: skip
+]
 
 
 def config(words: str) -> RunConfig:
@@ -96,8 +101,9 @@ def test_a_layer_takes_the_kernel_of_a_few_rows_for_all_rows_or_the_model_does_n
 
     few_rows = Mock(product_of_few_rows=product)
     for weight, make in (
-        (torch.ones(6, 4, dtype=torch.bfloat16), PlainLinear), (torch.ones(6, 4), lambda *_: packed(few_rows)),
-    ):  # fmt: skip
+        (torch.ones(6, 4, dtype=torch.bfloat16), PlainLinear),
+        (torch.ones(6, 4), lambda *_: packed(few_rows)),
+    ):
         equal, number = one_order.OneOrder(product), one_order._ROWS_AT_ONCE
         layer = equal.kernel(make)(weight, None)
         x, residual = torch.ones(number + 3, 4).bfloat16(), torch.arange(number + 3.0).bfloat16()[:, None].repeat(1, 6)

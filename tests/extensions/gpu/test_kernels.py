@@ -40,9 +40,8 @@ MOST_SHARED = 163 * 1024
 
 
 @grid(
-    capability=CAPABILITIES, dtype=["fp16", "bf16"], has_norms=[False, True], head_dim=[96, 128],
-    cache=[*CACHES.all()],
-)  # fmt: skip
+    capability=CAPABILITIES, dtype=["fp16", "bf16"], has_norms=[False, True], head_dim=[96, 128], cache=[*CACHES.all()]
+)
 def test_the_kernel_of_the_rotary_embedding_needs_no_stack(
     capability: int, dtype: str, has_norms: bool, head_dim: int, cache: str
 ) -> None:
@@ -51,9 +50,15 @@ def test_the_kernel_of_the_rotary_embedding_needs_no_stack(
     types |= dict.fromkeys(("qkv", "query_norm", "key_norm"), f"*{dtype}")
     types["parts"] = STORED[kept.stored_dtype]
     constants: dict[str, object] = {
-        "NUM_HEADS": 32, "NUM_KV_HEADS": 8, "HEAD_DIM": head_dim, "HEADS": 8, "PAIRS": 64 if head_dim > 64 else 32,
-        "WIDTH": kept.width(head_dim), "LARGEST": kept.largest, "IS_FLOAT": kept.dtype.is_floating_point,
-    }  # fmt: skip
+        "NUM_HEADS": 32,
+        "NUM_KV_HEADS": 8,
+        "HEAD_DIM": head_dim,
+        "HEADS": 8,
+        "PAIRS": 64 if head_dim > 64 else 32,
+        "WIDTH": kept.width(head_dim),
+        "LARGEST": kept.largest,
+        "IS_FLOAT": kept.dtype.is_floating_point,
+    }
     constants |= dict.fromkeys(("slots",) if has_norms else ("slots", "query_norm", "key_norm"))
     found = compile_kernel(between_gpu.rotate_write_kernel, types, constants, capability=capability, num_warps=4)
     assert found.is_chained == (capability >= CHAINED)
@@ -82,18 +87,28 @@ def test_the_kernel_of_recurrent_layers_needs_no_stack(kind: str, capability: in
 
 
 ATTENTION = {
-    "queries": "*{}", "attended": "*{}", "first_queries": "*i32", "used": "*i32", "first_slots": "*i32",
-    "parts": "*fp32", "sums": "*fp32", "scale": "fp32",
-}  # fmt: skip
+    "queries": "*{}",
+    "attended": "*{}",
+    "first_queries": "*i32",
+    "used": "*i32",
+    "first_slots": "*i32",
+    "parts": "*fp32",
+    "sums": "*fp32",
+    "scale": "fp32",
+}
 NUMBERS = {"fp16": torch.float16, "bf16": torch.bfloat16}
 STORED = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.uint8: "*u8"}
 """Triton's names of pointers."""
 
 
 @grid(
-    capability=CAPABILITIES, dtype=["fp16", "bf16"], head_dim=[96, 64], rows=[16, 64], has_window=[False, True],
+    capability=CAPABILITIES,
+    dtype=["fp16", "bf16"],
+    head_dim=[96, 64],
+    rows=[16, 64],
+    has_window=[False, True],
     cache=[*CACHES.all()],
-)  # fmt: skip
+)
 def test_split_attention_needs_no_stack_and_multiplies_every_key_by_one_warp(
     capability: int, dtype: str, head_dim: int, rows: int, *, has_window: bool, cache: str
 ) -> None:
@@ -105,10 +120,11 @@ def test_split_attention_needs_no_stack_and_multiplies_every_key_by_one_warp(
     shared = {"HEAD_DIM": head_dim, "HAS_WINDOW": has_window, "PARTS": most_parts(1), "SLOTS": slots}
     compiled = partial(compile_kernel, types=types, capability=capability, uneven=("left", "num_parts"))
     found = compiled(
-        attention_gpu.attend_part, constants={**shared, "GROUP": 4, "DIMS": dims, "ROWS": rows,
-                                              "KIND": attention_gpu.KINDS.get(kept.dtype, 0)},
-        num_warps=rows // 16, num_stages=3,
-    )  # fmt: skip
+        attention_gpu.attend_part,
+        constants={**shared, "GROUP": 4, "DIMS": dims, "ROWS": rows, "KIND": attention_gpu.KINDS.get(kept.dtype, 0)},
+        num_warps=rows // 16,
+        num_stages=3,
+    )
     assert found.shared_bytes <= MOST_SHARED
     if rows < 64:  # four warps share so few slots out otherwise, and on an H100 multiply together
         assert found.count(r"\bHMMA\.16816\.F32") == 2 * (slots // 8) * (dims // 16)
@@ -127,13 +143,21 @@ def test_attention_to_latents_needs_no_stack(capability: int, dtype: str, rank: 
     types |= dict.fromkeys(("latents", "rotary"), STORED[kept.stored_dtype])
     compiled = partial(compile_kernel, types=types, capability=capability)
     found = compiled(
-        latents_gpu.attend_part, constants={
-            "RANK": rank, "ROTARY": rotary, "RANKS": rank, "ROTARIES": rotary, "ROWS": rows, "SLOTS": 16,
+        latents_gpu.attend_part,
+        constants={
+            "RANK": rank,
+            "ROTARY": rotary,
+            "RANKS": rank,
+            "ROTARIES": rotary,
+            "ROWS": rows,
+            "SLOTS": 16,
             **dict(zip(("SHORT_PARTS", "SHORT", "LONG"), LATENT_PARTS, strict=True)),
             "KIND": attention_gpu.KINDS.get(kept.dtype, 0),
         },
-        num_warps=8, num_stages=1 if kept.largest else 2, uneven=("num_queries", "num_slots", "num_parts"),
-    )  # fmt: skip
+        num_warps=8,
+        num_stages=1 if kept.largest else 2,
+        uneven=("num_queries", "num_slots", "num_parts"),
+    )
     assert found.shared_bytes <= MOST_SHARED
     whole = compiled(
         latents_gpu.attend_whole, constants={"RANK": rank, "WIDTH": 32, "BLOCK": 16}, num_warps=1, uneven=("num_parts",)
@@ -142,9 +166,13 @@ def test_attention_to_latents_needs_no_stack(capability: int, dtype: str, rank: 
 
 
 @grid(
-    capability=CAPABILITIES, dtype=["fp16", "bf16"], head_dim=[96, 64], group=[4, 48], has_window=[False, True],
+    capability=CAPABILITIES,
+    dtype=["fp16", "bf16"],
+    head_dim=[96, 64],
+    group=[4, 48],
+    has_window=[False, True],
     cache=[*CACHES.all()],
-)  # fmt: skip
+)
 def test_attention_in_equal_parts_needs_no_stack_and_multiplies_every_key_once_a_tile(
     capability: int, dtype: str, head_dim: int, group: int, *, has_window: bool, cache: str
 ) -> None:
@@ -157,10 +185,11 @@ def test_attention_in_equal_parts_needs_no_stack_and_multiplies_every_key_once_a
     uneven = "left", "num_parts", "first_group", "num_groups"
     compiled = partial(compile_kernel, types=types, capability=capability, uneven=uneven)
     found = compiled(
-        equal_parts_gpu.attend_equal_part, constants={**shared, "DIMS": dims, "SLOTS": slots,
-                                                      "KIND": attention_gpu.KINDS.get(kept.dtype, 0)},
-        num_warps=rows // 16, num_stages=3,
-    )  # fmt: skip
+        equal_parts_gpu.attend_equal_part,
+        constants={**shared, "DIMS": dims, "SLOTS": slots, "KIND": attention_gpu.KINDS.get(kept.dtype, 0)},
+        num_warps=rows // 16,
+        num_stages=3,
+    )
     assert found.shared_bytes <= MOST_SHARED
     if rows < 64:
         assert found.count(r"\bHMMA\.16816\.F32") == 2 * (slots // 8) * (dims // 16)
@@ -221,8 +250,12 @@ def test_values_are_those_of_torch_s_operators(parts: list[str]) -> None:
     """In a process of its own, because Triton reads at its import that it is to interpret."""
     ended = subprocess.run(
         [sys.executable, "-m", "tests.extensions.gpu.interpreted_kernels", *parts],
-        env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=500, check=False,
-    )  # fmt: skip
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+    )
     assert ended.returncode == 0, ended.stderr
 
 
@@ -242,11 +275,16 @@ H200 = 132
 """Multiprocessors."""
 
 
-def tiles(num_rows: int, num_outputs: int, num_inputs: int = 4096, *, form: str = "int8", value_bytes: int = 2) -> Any:  # noqa: ANN401 - a module without Triton has no type for it
+def tiles(num_rows: int, num_outputs: int, num_inputs: int = 4096, *, form: str = "int8", value_bytes: int = 2) -> Any:
     return linear_gpu.tiles_of(
-        num_rows=num_rows, num_outputs=num_outputs, num_inputs=num_inputs, num_processors=H200,
-        value_bytes=value_bytes, weight_bits=4 if "4" in form else 16 if form == "halves" else 8, group=GROUPS[form],
-    )  # fmt: skip
+        num_rows=num_rows,
+        num_outputs=num_outputs,
+        num_inputs=num_inputs,
+        num_processors=H200,
+        value_bytes=value_bytes,
+        weight_bits=4 if "4" in form else 16 if form == "halves" else 8,
+        group=GROUPS[form],
+    )
 
 
 @cache
@@ -258,9 +296,15 @@ def compiled(
     cut = tiles(num_rows, num_outputs, form=form, value_bytes=VALUE_BYTES[dtype])
     is_split = cut.grid[2] > 1
     constants = {
-        "ROWS": cut.rows, "OUTPUTS": cut.outputs, "INPUTS": cut.warp_inputs, "WARPS": cut.num_warps,
-        "GROUP": group, "IS_SPLIT": is_split, "PTX": True, "bias": None,
-    }  # fmt: skip
+        "ROWS": cut.rows,
+        "OUTPUTS": cut.outputs,
+        "INPUTS": cut.warp_inputs,
+        "WARPS": cut.num_warps,
+        "GROUP": group,
+        "IS_SPLIT": is_split,
+        "PTX": True,
+        "bias": None,
+    }
     types = {"x": f"*{dtype}", "residual": f"*{dtype}", "y": "*fp32" if is_split else f"*{dtype}"}
     if of_experts:
         types["blocks"] = "*i32"
@@ -272,9 +316,14 @@ def compiled(
     weight = "*u8" if "4" in form else f"*{dtype}" if form == "halves" else "*i8"
     types |= {"weight": weight, "words": word, "scales": "*fp32"}
     return compile_kernel(
-        linear_gpu._product, types, constants, capability=capability, num_warps=cut.num_warps,
-        num_stages=cut.num_stages, uneven=["num_rows"],
-    )  # fmt: skip
+        linear_gpu._product,
+        types,
+        constants,
+        capability=capability,
+        num_warps=cut.num_warps,
+        num_stages=cut.num_stages,
+        uneven=["num_rows"],
+    )
 
 
 def num_weights(form: str, dtype: str, *, num_outputs: int = 8192) -> int:

@@ -33,8 +33,12 @@ def test_all_ranks_get_the_bits_of_a_sum_in_their_order_alone_and_with_residual_
     """Ranks are processes; formats, shapes, halves and counts that wrap around are in the helper."""
     ended = subprocess.run(
         [sys.executable, "-m", "tests.extensions.gpu.interpreted_sums", *sizes.split()],
-        env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=500, check=False,
-    )  # fmt: skip
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+    )
     assert ended.returncode == 0, ended.stderr
 
 
@@ -46,14 +50,22 @@ def test_the_kernel_needs_no_stack_and_orders_flags_for_the_whole_system(
     types = dict.fromkeys(pointers, f"*{dtype}") | {"memories": "*i64", "counts": "*i32"}
     types |= {"eps": "fp32", "patience": "i64"}
     constants: dict[str, object] = {
-        "RANK": 1, "SIZE": 3, "RANKS": 4, "PLACES": 8192 if has_norm else 1024, "NUM_SLOTS": sums_gpu.NUM_SLOTS,
+        "RANK": 1,
+        "SIZE": 3,
+        "RANKS": 4,
+        "PLACES": 8192 if has_norm else 1024,
+        "NUM_SLOTS": sums_gpu.NUM_SLOTS,
         "SLOT_BYTES": sums_gpu.SLOT_BYTES,
-    }  # fmt: skip
+    }
     constants |= dict.fromkeys({"residual", "weight", "normed"} - {*pointers})
     found = compile_kernel(
-        sums_gpu.sum_kernel, types, constants, capability=capability, num_warps=8 if has_norm else 4,
+        sums_gpu.sum_kernel,
+        types,
+        constants,
+        capability=capability,
+        num_warps=8 if has_norm else 4,
         uneven=["patience"],
-    )  # fmt: skip
+    )
     assert found.sass.count("MEMBAR.ALL.SYS") == 1, "one wait for what is written, whatever the number of ranks"
     assert found.sass.count("ATOMG.E.EXCH.STRONG.SYS") == found.sass.count("ATOMG.E.ADD.STRONG.SYS") == 1
     assert "LDG.E.128.STRONG.GPU" in found.sass, "parts of other ranks are read in the longest words"

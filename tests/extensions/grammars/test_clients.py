@@ -53,7 +53,7 @@ MESSAGES: Any = [{"role": "user", "content": "thing = "}]
 
 @pytest.mark.seconds
 @pytest.mark.parametrize("seed", [1, 2])
-def test_chats_are_parsed(client: Any, seed: int) -> None:  # noqa: ANN401 - openai's
+def test_chats_are_parsed(client: Any, seed: int) -> None:
     found = client.chat.completions.parse(**ASKED, messages=MESSAGES, response_format=Thing, max_tokens=300, seed=seed)
     [choice] = found.choices
     assert isinstance(choice.message.parsed, Thing)
@@ -66,15 +66,20 @@ def test_chats_are_parsed(client: Any, seed: int) -> None:  # noqa: ANN401 - ope
 
 
 @pytest.mark.seconds
-def test_calls_of_tools_are_parsed(client: Any) -> None:  # noqa: ANN401 - openai's
+def test_calls_of_tools_are_parsed(client: Any) -> None:
     import openai
 
     tool = openai.pydantic_function_tool(Thing, name="keep")
     assert tool["function"]["strict"], "which the package asks for"
     [choice] = client.chat.completions.parse(
-        **ASKED, messages=MESSAGES, tools=[tool], tool_choice="required", parallel_tool_calls=False, max_tokens=300,
+        **ASKED,
+        messages=MESSAGES,
+        tools=[tool],
+        tool_choice="required",
+        parallel_tool_calls=False,
+        max_tokens=300,
         seed=3,
-    ).choices  # fmt: skip
+    ).choices
     [call] = choice.message.tool_calls
     assert (choice.finish_reason, call.function.name) == ("tool_calls", "keep")
     assert isinstance(call.function.parsed_arguments, Thing)
@@ -82,7 +87,7 @@ def test_calls_of_tools_are_parsed(client: Any) -> None:  # noqa: ANN401 - opena
 
 @pytest.mark.seconds
 @pytest.mark.parametrize("streams", [False, True])
-def test_responses_are_parsed(client: Any, streams: bool) -> None:  # noqa: ANN401 - openai's
+def test_responses_are_parsed(client: Any, streams: bool) -> None:
     asked = ASKED | {"input": "thing = ", "max_output_tokens": 300, "text_format": Thing, "extra_body": {"seed": 1}}
     if streams:
         with client.responses.stream(**asked) as stream:
@@ -95,9 +100,17 @@ def test_responses_are_parsed(client: Any, streams: bool) -> None:  # noqa: ANN4
 
 
 @pytest.mark.seconds
-def test_responses_have_a_format(client: Any) -> None:  # noqa: ANN401 - openai's
-    schema = {"type": "json_schema", "name": "one", "schema": {"type": "object", "properties": {"a": {"const": 1}},
-              "required": ["a"], "additionalProperties": False}}  # fmt: skip
+def test_responses_have_a_format(client: Any) -> None:
+    schema = {
+        "type": "json_schema",
+        "name": "one",
+        "schema": {
+            "type": "object",
+            "properties": {"a": {"const": 1}},
+            "required": ["a"],
+            "additionalProperties": False,
+        },
+    }
     found = client.responses.create(**ASKED, input="x", max_output_tokens=60, text={"format": schema})
     assert json.loads(found.output_text) == {"a": 1}
     found = client.responses.create(**ASKED, input="x", max_output_tokens=30, text={"format": {"type": "json_object"}})

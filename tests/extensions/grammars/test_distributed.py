@@ -13,9 +13,15 @@ from tests.helpers.lanes import slow
 
 pytestmark = [pytest.mark.distributed(2), pytest.mark.heavy]
 SETTINGS = [
-    "task=generate", "num_samples=4", "prompt=x = ", "max_new_tokens=24", "model.dtype=fp32", "draft.model.dtype=fp32",
-    "sampling.regex=[0-9a-z]{4,30}(a|b)+c", "batch_size=4",
-]  # fmt: skip
+    "task=generate",
+    "num_samples=4",
+    "prompt=x = ",
+    "max_new_tokens=24",
+    "model.dtype=fp32",
+    "draft.model.dtype=fp32",
+    "sampling.regex=[0-9a-z]{4,30}(a|b)+c",
+    "batch_size=4",
+]
 PLACEMENTS: dict[str, list[str]] = {
     "tensor": [],
     "sharded": ["placement=sharded"],
@@ -55,10 +61,14 @@ def test_documents_of_two_ranks_in_a_batch_are_those_of_one_alone(every: int, tm
     schemas, file = SCHEMAS[::every], tmp_path / "batch.jsonl"
     asked: dict[str, Any] = {"prompt": "data = ", "max_tokens": 64, "temperature": 0}
     lines = [
-        {"custom_id": str(number), "method": "POST", "url": "/v1/completions",
-         "body": asked | {"guided_json": schema | {"x-guidance": {"whitespace_flexible": False}}}}
+        {
+            "custom_id": str(number),
+            "method": "POST",
+            "url": "/v1/completions",
+            "body": asked | {"guided_json": schema | {"x-guidance": {"whitespace_flexible": False}}},
+        }
         for number, schema in enumerate(schemas)
-    ]  # fmt: skip
+    ]
     file.write_text("\n".join(map(json.dumps, lines)))
     settings = ["task=generate", f"prompts={file}", "model.dtype=fp32", "draft.model.dtype=fp32"]
 

@@ -71,7 +71,7 @@ def test_the_library_takes_all_four_kinds(pair: Pair) -> None:
         ({"guided_json": {}}, "unknown argument 'guided_json' of generate: did you mean json_schema"),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_the_library_says_what_it_refuses(pair: Pair, given: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         pair.generate("x", **given)

@@ -158,7 +158,7 @@ def test_a_round_without_such_rows_runs_the_stages_of_ever(monkeypatch: pytest.M
     made, names = decoder(), list[str]()
     run = made.executor.run
 
-    def noted(stage: Stage, state: BatchState, *values: Any) -> Any:  # noqa: ANN401
+    def noted(stage: Stage, state: BatchState, *values: Any) -> Any:
         names.append(stage.name)
         return run(stage, state, *values)
 
@@ -171,7 +171,7 @@ def test_a_round_without_such_rows_runs_the_stages_of_ever(monkeypatch: pytest.M
 
 def test_a_stop_counts_only_where_the_text_may_end() -> None:
     class Stops:
-        def watch(self, _: object) -> Any:  # noqa: ANN401
+        def watch(self, _: object) -> Any:
             return self
 
         def num_until_stop(self, ids: list[int]) -> int | None:
@@ -209,11 +209,17 @@ def test_forced_tokens_are_drafted_and_change_no_greedy_text(monkeypatch: pytest
     plain = complete(decoder(has_draft=False, temperature=0.0), asked([whole, None, whole]))
     monkeypatch.setattr(GrammarText, "forced", known)
     kinds: list[dict[str, Any]] = [
-        {}, {"follows": False}, {"follows": False, "replay": True}, {"replay": True},
-        {"rule_name": "coupled", "follows": False}, {"tree": "2x2"}, {"tree": "2x2", "replay": True},
-        {"tree": "dynamic-5x2x3"}, {"has_draft": False, "ngram": True},
+        {},
+        {"follows": False},
+        {"follows": False, "replay": True},
+        {"replay": True},
+        {"rule_name": "coupled", "follows": False},
+        {"tree": "2x2"},
+        {"tree": "2x2", "replay": True},
+        {"tree": "dynamic-5x2x3"},
+        {"has_draft": False, "ngram": True},
         {"has_draft": False, "ngram": True, "tree": "2x2"},
-    ]  # fmt: skip
+    ]
     for how in kinds:
         found = complete(decoder(**{"temperature": 0.0} | how), asked([whole, None, whole]))
         assert ids_of(found) == ids_of(plain)

@@ -39,10 +39,14 @@ def fits(pair: Pair, schema: object, document: object) -> bool:
 
 _SHORT = {"type": "string", "maxLength": 2}
 _TAGGED = {
-    name: {"type": "object", "properties": {"t": {"const": name}, name: _SHORT}, "required": ["t"],
-           "additionalProperties": False}
+    name: {
+        "type": "object",
+        "properties": {"t": {"const": name}, name: _SHORT},
+        "required": ["t"],
+        "additionalProperties": False,
+    }
     for name in ("a", "b")
-}  # fmt: skip
+}
 _OBJECT = {"type": "object", "properties": {"a": _SHORT, "b": _SHORT, "c": _SHORT}, "additionalProperties": False}
 _OBJECTS = [{}, {"a": "x"}, {"b": "x"}, {"a": "x", "b": "y"}, {"a": "x", "c": "y"}, {"a": "x", "b": "y", "c": "z"}]
 WRITTEN: dict[str, tuple[Any, list[Any]]] = {
@@ -53,8 +57,10 @@ WRITTEN: dict[str, tuple[Any, list[Any]]] = {
         [{"t": "a"}, {"t": "b"}, {"t": "c"}, {"t": "a", "a": "x"}, {"t": "a", "b": "x"}, {}],
     ),
     "dependentRequired": (_OBJECT | {"dependentRequired": {"a": ["b"], "c": ["a"]}}, _OBJECTS),
-    "dependencies": (_OBJECT | {"$schema": "http://json-schema.org/draft-07/schema#", "dependencies": {"a": ["b"]}},
-                     _OBJECTS),
+    "dependencies": (
+        _OBJECT | {"$schema": "http://json-schema.org/draft-07/schema#", "dependencies": {"a": ["b"]}},
+        _OBJECTS,
+    ),
     "dependentSchemas": (_OBJECT | {"dependentSchemas": {"a": {"required": ["c"]}}}, _OBJECTS),
     "names by a pattern": (
         {"type": "object", "propertyNames": {"pattern": "^a"}, "additionalProperties": _SHORT},
@@ -67,7 +73,7 @@ WRITTEN: dict[str, tuple[Any, list[Any]]] = {
     ),
     "items that may repeat": ({"type": "array", "items": {"enum": [1]}, "uniqueItems": False}, [[], [1, 1]]),
     "then without if": ({"type": "integer", "then": {"const": 1}}, [1, 2, "a"]),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("keyword", list(WRITTEN))
@@ -82,15 +88,19 @@ def test_a_keyword_means_what_it_says(pair: Pair, keyword: str) -> None:
 @pytest.mark.parametrize(
     "schema",
     [
-        {"oneOf": [{"type": "integer"}, {"type": "number"}]}, {"type": "array", "uniqueItems": True},
+        {"oneOf": [{"type": "integer"}, {"type": "number"}]},
+        {"type": "array", "uniqueItems": True},
         {"oneOf": [{"type": "object", "required": ["a"]}, {"type": "object", "required": ["b"]}]},
-        {"type": "object", "required": True, "properties": []}, {"type": "object", "propertyNames": {"minLength": 2}},
-        {"oneOf": 3}, {"uniqueItems": True, "items": {"enum": 3}}, {"dependentRequired": {"a": 1}, "type": "object"},
+        {"type": "object", "required": True, "properties": []},
+        {"type": "object", "propertyNames": {"minLength": 2}},
+        {"oneOf": 3},
+        {"uniqueItems": True, "items": {"enum": 3}},
+        {"dependentRequired": {"a": 1}, "type": "object"},
         {"oneOf": [{"$ref": "#/oneOf/0"}, {"$ref": "#/none"}]},
     ],
     ids=str,
-)  # fmt: skip
-def test_what_cannot_be_written_is_refused_with_a_sentence_or_right(schema: Any) -> None:  # noqa: ANN401
+)
+def test_what_cannot_be_written_is_refused_with_a_sentence_or_right(schema: Any) -> None:
     said = refusal_of(GrammarSampling(json_schema=json.dumps(schema)))
     assert said is None or said.startswith("sampling.json_schema is refused: ")
 

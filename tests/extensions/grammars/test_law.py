@@ -59,7 +59,7 @@ class Constrained(Rule):
         self.__dict__.update(vars(rule))
         self._inner, self._regex, self._fault = rule, regex, fault
 
-    def draw(self, logits_BTV: Tensor, uniforms_BTP: Tensor, context: Context | None = None) -> Any:  # noqa: ANN401
+    def draw(self, logits_BTV: Tensor, uniforms_BTP: Tensor, context: Context | None = None) -> Any:
         return self._inner.draw(logits_BTV, uniforms_BTP, context)
 
     def process(self, logits_BTV: Tensor, context: Context | None = None) -> Tensor:
@@ -86,9 +86,16 @@ def restricted(target: TableModel, regex: str) -> TableModel:
 
 
 def error(
-    regex: str, sampling: SamplingConfig, rule_name: str, number: int, *, fault: Fault = lambda bits: bits,
-    wrap: Callable[[Rule, str, Fault], Rule] = Constrained, knows: Sequence[int] = range(4), **how: Any,
-) -> float:  # fmt: skip
+    regex: str,
+    sampling: SamplingConfig,
+    rule_name: str,
+    number: int,
+    *,
+    fault: Fault = lambda bits: bits,
+    wrap: Callable[[Rule, str, Fault], Rule] = Constrained,
+    knows: Sequence[int] = range(4),
+    **how: Any,
+) -> float:
     """The largest difference between the law of a text and the restricted target's; a draft `knows` some tokens."""
     rule = wrap(make_rule(sampling, VerificationConfig(rule=rule_name)), regex, fault)
     target = full_table(seed=3 + number, num_tables=2, max_length=number)
@@ -149,7 +156,7 @@ def test_a_mask_of_another_place_changes_the_law(fault: Fault, rule_name: str) -
 class Forced(Constrained):
     """Drafts a token of its own choice after every second text, as certain."""
 
-    def draw(self, logits_BTV: Tensor, uniforms_BTP: Tensor, context: Context | None = None) -> Any:  # noqa: ANN401
+    def draw(self, logits_BTV: Tensor, uniforms_BTP: Tensor, context: Context | None = None) -> Any:
         ids_B1, probs_B1V = self._inner.draw(logits_BTV, uniforms_BTP, context)
         assert context
         sums_B1 = context.tokens_BS.cumsum(1).gather(1, context.last_BT.clamp_min(0))
@@ -165,7 +172,7 @@ def test_forced_tokens_among_drawn_ones_keep_the_law(regex: str, rule_name: str,
 class Led(Constrained):
     """Draws drafts from what the masks leave; these leave some places nothing that the draft knows."""
 
-    def draw(self, logits_BTV: Tensor, uniforms_BTP: Tensor, context: Context | None = None) -> Any:  # noqa: ANN401
+    def draw(self, logits_BTV: Tensor, uniforms_BTP: Tensor, context: Context | None = None) -> Any:
         assert context
         pairs = zip(map(tuple, context.tokens_BS.tolist()), context.last_BT[:, 0].tolist(), strict=True)
         bits_B1X = torch.stack([masks(self._regex, tokens_S[: last + 1], ()) for tokens_S, last in pairs])
@@ -183,14 +190,14 @@ def test_drafts_that_are_drawn_from_the_masks_keep_the_law(regex: str, name: str
 class LawOfAll(Led):
     """Says the law of all tokens."""
 
-    def draw(self, logits_BTV: Tensor, uniforms_BTP: Tensor, context: Context | None = None) -> Any:  # noqa: ANN401
+    def draw(self, logits_BTV: Tensor, uniforms_BTP: Tensor, context: Context | None = None) -> Any:
         return super().draw(logits_BTV, uniforms_BTP, context)[0], self._inner.process(logits_BTV, context)
 
 
 class NoToken(Led):
     """Says no law where nothing is left."""
 
-    def draw(self, logits_BTV: Tensor, uniforms_BTP: Tensor, context: Context | None = None) -> Any:  # noqa: ANN401
+    def draw(self, logits_BTV: Tensor, uniforms_BTP: Tensor, context: Context | None = None) -> Any:
         ids_B1, probs_B1V = super().draw(logits_BTV, uniforms_BTP, context)
         return ids_B1, probs_B1V.masked_fill(probs_B1V[..., :1] == 1.0, 0.0)
 
@@ -203,7 +210,7 @@ def test_drafts_from_the_masks_that_say_another_law_change_the_text(wrap: type[L
 class WrongLaw(Forced):
     """Says the drafted law of a forced token."""
 
-    def draw(self, logits_BTV: Tensor, uniforms_BTP: Tensor, context: Context | None = None) -> Any:  # noqa: ANN401
+    def draw(self, logits_BTV: Tensor, uniforms_BTP: Tensor, context: Context | None = None) -> Any:
         _, probs_B1V = self._inner.draw(logits_BTV, uniforms_BTP, context)
         return super().draw(logits_BTV, uniforms_BTP, context)[0], probs_B1V
 
@@ -255,10 +262,12 @@ def test_masks_of_the_nodes_before_change_the_law_of_a_tree() -> None:
 
 
 def tree_error(
-    regex: str, shape: str,
+    regex: str,
+    shape: str,
     parents_of: Callable[[Topology, int], Any] = lambda nodes, row: nodes.parents_BN[row].tolist(),
-    forced: tuple[int, ...] = (), draw: Callable[[Tensor, Tensor], Tensor] = draw_children,
-) -> float:  # fmt: skip
+    forced: tuple[int, ...] = (),
+    draw: Callable[[Tensor, Tensor], Tensor] = draw_children,
+) -> float:
     """The same of trees; the rule's target is masked by the nodes' own masks, and the draft begins as forced."""
     tree = tree_of(shape)
     assert tree

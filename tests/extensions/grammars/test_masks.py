@@ -35,7 +35,7 @@ def begun(number: int) -> list[GrammarText]:
     return texts
 
 
-def one_by_one(texts: Sequence[GrammarText], drafts: Sequence[list[int]], parents: Any) -> Tensor:  # noqa: ANN401
+def one_by_one(texts: Sequence[GrammarText], drafts: Sequence[list[int]], parents: Any) -> Tensor:
     """The masks without anything after an end-of-sequence token, where the text ends."""
     found = torch.full((len(texts), K + 1, 1), -1, dtype=torch.int32)
     for row, text in enumerate(texts):

@@ -44,7 +44,7 @@ SERVED: list[tuple[dict[str, Any], set[str], str]] = [
     ({"guided_regex": "yes(, yes)?", "stop": ["s"]}, {"ye"}, "stop"),
     ({"guided_regex": "yes", "stop": ["y"], "min_tokens": 30}, {"yes"}, "stop"),
     ({"guided_json": {"const": {"a": 1}}, "min_tokens": 60}, set(), "stop"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.seconds
@@ -61,7 +61,7 @@ def test_processors_choose_among_what_may_follow(pair: Pair, server: Server, num
 
 
 @pytest.mark.parametrize("how", [{}, {"plain": True}], ids=str)
-def test_words_that_are_banned_end_a_text_that_may_end_and_are_an_error_elsewhere(pair: Pair, how: Any) -> None:  # noqa: ANN401
+def test_words_that_are_banned_end_a_text_that_may_end_and_are_an_error_elsewhere(pair: Pair, how: Any) -> None:
     [done] = pair.generate("x = ", regex="ab?", bad_words=["b"], max_new_tokens=8, **how)
     assert (done.text, done.finish_reason) == ("a", "eos")
     [done] = pair.generate("x = ", regex="a", min_new_tokens=5, max_new_tokens=8, **how)

@@ -33,11 +33,13 @@ def documents(pair: Pair, schemas: list[Any], *, plain: bool, batch_size: int, t
     prompt = tuple(pair.tokenizer("data = ").input_ids)
     requests = [
         Request(
-            index=index, prompt_ids=prompt, max_new_tokens=MOST_NEW,
+            index=index,
+            prompt_ids=prompt,
+            max_new_tokens=MOST_NEW,
             sampling=whole(SamplingConfig)(temperature=temperature, json_schema=json.dumps(schema | COMPACT)),
         )
         for index, schema in enumerate(schemas)
-    ]  # fmt: skip
+    ]
     done = complete(decoder, requests)
     return [
         pair.tokenizer.decode(each.token_ids, skip_special_tokens=True) if each.finish_reason == "eos" else None

@@ -33,7 +33,7 @@ class Toy:
     def convert_ids_to_tokens(self, ids: list[int]) -> list[str]:
         return [TOKENS[token].decode() for token in ids]
 
-    def __call__(self, text: str, **_: Any) -> Any:  # noqa: ANN401
+    def __call__(self, text: str, **_: Any) -> Any:
         return SimpleNamespace(input_ids=[{"a": 0, "b": 1}.get(letter, EOS) for letter in text])
 
 

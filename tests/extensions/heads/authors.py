@@ -27,10 +27,17 @@ NEEDED = [
     pytest.mark.filterwarnings("ignore"),
 ]
 _SIZES = {
-    "hidden_size": WIDTH, "num_attention_heads": HEADS, "num_key_value_heads": KEYS, "head_dim": DIM,
-    "intermediate_size": UNITS, "num_hidden_layers": 2, "rms_norm_eps": 1e-5, "max_position_embeddings": 2048,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "vocab_size": VOCABULARY,
-}  # fmt: skip
+    "hidden_size": WIDTH,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KEYS,
+    "head_dim": DIM,
+    "intermediate_size": UNITS,
+    "num_hidden_layers": 2,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 2048,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    "vocab_size": VOCABULARY,
+}
 _OF_TRAINING = "datasets", "hs_connectors", "loguru"
 SELECTING: dict[str, Any] = {"selector_rank": 24, "selector_top_k": 13, "conv_kernel_size": 3, "conv_group_size": 16}
 
@@ -38,13 +45,13 @@ SELECTING: dict[str, Any] = {"selector_rank": 24, "selector_top_k": 13, "conv_ke
 class _Missing(ModuleType):
     """Stands for a package that only training needs."""
 
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - whatever is imported
+    def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
         return object if name[0].isupper() else MagicMock()
 
 
-def module_of(name: str) -> Any:  # noqa: ANN401 - a module
+def module_of(name: str) -> Any:
     """A module of a trainer's package."""
     for each in _OF_TRAINING:
         if each not in sys.modules and find_spec(each) is None:
@@ -52,7 +59,7 @@ def module_of(name: str) -> Any:  # noqa: ANN401 - a module
     return import_module(name)
 
 
-def filled(model: nn.Module, *, seed: int = 0, without: tuple[str, ...] = ()) -> Any:  # noqa: ANN401 - of the same class
+def filled(model: nn.Module, *, seed: int = 0, without: tuple[str, ...] = ()) -> Any:
     """Give the parameters of a head random values, of a size at which each of them matters; all but some by prefix."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
@@ -66,21 +73,25 @@ def filled(model: nn.Module, *, seed: int = 0, without: tuple[str, ...] = ()) ->
 
 def flat_head(
     folder: Path, version: int, *, windows: dict[str, Any] | None = None, block_size: int = 4, **more: Any
-) -> Any:  # noqa: ANN401  # fmt: skip
+) -> Any:
     """Save a head of DFlash 1 or 2 by its authors' class."""
     package = module_of("dflash.model")
     blocks = {"mask_token_id": MASK, "target_layer_ids": [layer - 1 for layer in LAYERS]} | more
     config = Qwen3Config(
-        **_SIZES, block_size=block_size, num_target_layers=6, dflash_config=blocks, **windows or {},
+        **_SIZES,
+        block_size=block_size,
+        num_target_layers=6,
+        dflash_config=blocks,
+        **windows or {},
         tie_word_embeddings=False,
-    )  # fmt: skip
+    )
     kind = package.DFlash2DraftModel if version == 2 else package.DFlashDraftModel
     head = filled(kind(config))
     head.save_pretrained(folder)
     return head
 
 
-def make_alike(head: Any, target: Any) -> None:  # noqa: ANN401
+def make_alike(head: Any, target: Any) -> None:
     """Let a target follow its newest token almost alone, and a selector of its width say what it does."""
     with torch.no_grad():
         for name, parameter in [*target.named_parameters(), *head.named_parameters()]:
@@ -96,7 +107,7 @@ def make_alike(head: Any, target: Any) -> None:  # noqa: ANN401
         selector.hidden_projection.weight.copy_((mask_E / mask_E.square().sum()).expand(WIDTH, -1))
 
 
-def flat_rounds(head: Any, target: Any, prompt: tuple[int, ...], *, num_new: int) -> tuple[list[int], list[int]]:  # noqa: ANN401
+def flat_rounds(head: Any, target: Any, prompt: tuple[int, ...], *, num_new: int) -> tuple[list[int], list[int]]:
     """A greedy text of its authors' loop, and the tokens of its rounds."""
     package = module_of("dflash.model")
     package._cuda_time = time.perf_counter
@@ -104,7 +115,7 @@ def flat_rounds(head: Any, target: Any, prompt: tuple[int, ...], *, num_new: int
     return done.output_ids[0, len(prompt) :].tolist(), done.acceptance_lengths
 
 
-def flat_logits(head: Any, target: Any, text: list[int], taps_LX: Tensor, drafted: list[int], *, num: int) -> Tensor:  # noqa: ANN401
+def flat_logits(head: Any, target: Any, text: list[int], taps_LX: Tensor, drafted: list[int], *, num: int) -> Tensor:
     """Logits (V,) of the token after a text and drafted ones, of a block that drafts `num`, by the authors' class."""
     package = module_of("dflash.model")
     scale = float(package._draft_value(head.config, "input_embedding_scale", 1.0))
@@ -120,8 +131,13 @@ def flat_logits(head: Any, target: Any, text: list[int], taps_LX: Tensor, drafte
 
 
 def _selected(  # noqa: PLR0917
-    package: Any, head: Any, hidden: Tensor, logits: Tensor, newest: int, drafted: list[int]  # noqa: ANN401
-) -> Tensor:  # fmt: skip
+    package: Any,
+    head: Any,
+    hidden: Tensor,
+    logits: Tensor,
+    newest: int,
+    drafted: list[int],
+) -> Tensor:
     """The logarithm (V,) of what the selector draws from at temperature 1, when it has drawn these tokens."""
     candidates = torch.topk(logits, head.candidate_selector.top_k, dim=-1, sorted=False).indices[0]
     places = [int((row == token).nonzero()[0, 0]) for row, token in zip(candidates, drafted, strict=False)]
@@ -135,7 +151,7 @@ def _selected(  # noqa: PLR0917
     return nowhere_V.scatter_(0, found[0, len(drafted)], probs[0, len(drafted)].log()).double()
 
 
-def speculator_head(folder: Path, kind: str, *, layers: dict[str, Any] | None = None, **fields: Any) -> Any:  # noqa: ANN401
+def speculator_head(folder: Path, kind: str, *, layers: dict[str, Any] | None = None, **fields: Any) -> Any:
     """Save a head of blocks by a class of `speculators`, over the target in `folder`/target."""
     config, draft = module_of("speculators.config"), module_of(f"speculators.models.{kind}")
     greedy = module_of("speculators.proposals.greedy")
@@ -143,14 +159,19 @@ def speculator_head(folder: Path, kind: str, *, layers: dict[str, Any] | None = 
     of_layers._attn_implementation = "eager"
     names = {"dflash": "DFlash", "dflash2": "DFlash2", "dspark": "DSpark"}
     made = getattr(draft, f"{names[kind]}SpeculatorConfig")(
-        transformer_layer_config=of_layers, draft_vocab_size=VOCABULARY, block_size=4, mask_token_id=MASK,
+        transformer_layer_config=of_layers,
+        draft_vocab_size=VOCABULARY,
+        block_size=4,
+        mask_token_id=MASK,
         aux_hidden_state_layer_ids=[*LAYERS],
         speculators_config=config.SpeculatorsConfig(
-            algorithm=kind, proposal_methods=[greedy.GreedyTokenProposalConfig(speculative_tokens=3)],
+            algorithm=kind,
+            proposal_methods=[greedy.GreedyTokenProposalConfig(speculative_tokens=3)],
             default_proposal_method="greedy",
             verifier=config.VerifierConfig(name_or_path=str(folder / "target"), architectures=["LlamaForCausalLM"]),
-        ), **fields,
-    )  # fmt: skip
+        ),
+        **fields,
+    )
     head = getattr(draft, f"{names[kind]}DraftModel")(made)
     head.load_verifier_weights()
     theirs = ("embed_tokens", "lm_head", "verifier")
@@ -159,9 +180,14 @@ def speculator_head(folder: Path, kind: str, *, layers: dict[str, Any] | None = 
 
 
 def speculator_logits(
-    head: Any, text: list[int], taps_LX: Tensor, drafted: list[int], *, at_anchor: bool,  # noqa: ANN401
+    head: Any,
+    text: list[int],
+    taps_LX: Tensor,
+    drafted: list[int],
+    *,
+    at_anchor: bool,
     of_confidence: bool = False,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Logits (V,) of the token after a text and drafted ones, by a class of `speculators`: of a block at its end.
 
     With `of_confidence` the logit of its acceptance in their place.
@@ -174,9 +200,13 @@ def speculator_logits(
         ids, mask = torch.zeros(2, 1, padded, dtype=torch.long)
         ids[0, : number + 1], mask[0, number] = torch.tensor(text), 1
         hidden_1NE, logits_1NV, *_ = head._backbone_forward(
-            taps, ids, mask, torch.zeros(1, padded, head.hidden_size), torch.zeros(1, padded, dtype=torch.long),
+            taps,
+            ids,
+            mask,
+            torch.zeros(1, padded, head.hidden_size),
+            torch.zeros(1, padded, dtype=torch.long),
             max_anchors=1,
-        )  # fmt: skip
+        )
         place = len(drafted) + (not at_anchor)
         logits_V, hidden_E, before = logits_1NV[0, place], hidden_1NE[0, place], torch.tensor([text[-1], *drafted][-1])
         if selector := getattr(head, "candidate_selector", None):
@@ -194,9 +224,15 @@ def speculator_logits(
 
 
 def eagle_head(
-    folder: Path, *, kind: str = "llama", num_layers: int = 1, drafted: int = VOCABULARY, is_parallel: bool = False,
-    windows: dict[str, Any] | None = None, **fields: Any,
-) -> Any:  # noqa: ANN401  # fmt: skip
+    folder: Path,
+    *,
+    kind: str = "llama",
+    num_layers: int = 1,
+    drafted: int = VOCABULARY,
+    is_parallel: bool = False,
+    windows: dict[str, Any] | None = None,
+    **fields: Any,
+) -> Any:
     """Save a head of EAGLE-3 or P-EAGLE by a class of `speculators`, over the target in `folder`/target."""
     algorithm, name = ("peagle", "PEagle") if is_parallel else ("eagle3", "Eagle3")
     config, draft = module_of("speculators.config"), module_of(f"speculators.models.{algorithm}")
@@ -206,14 +242,18 @@ def eagle_head(
     of_layers._attn_implementation = "eager"
     fields |= {"mask_token_id": MASK} if is_parallel else {}
     made = getattr(draft, f"{name}SpeculatorConfig")(
-        transformer_layer_config=of_layers, draft_vocab_size=drafted, norm_before_residual=True,
+        transformer_layer_config=of_layers,
+        draft_vocab_size=drafted,
+        norm_before_residual=True,
         eagle_aux_hidden_state_layer_ids=[*LAYERS],
         speculators_config=config.SpeculatorsConfig(
-            algorithm=algorithm, proposal_methods=[greedy.GreedyTokenProposalConfig(speculative_tokens=3)],
+            algorithm=algorithm,
+            proposal_methods=[greedy.GreedyTokenProposalConfig(speculative_tokens=3)],
             default_proposal_method="greedy",
             verifier=config.VerifierConfig(name_or_path=str(folder / "target"), architectures=["LlamaForCausalLM"]),
-        ), **fields,
-    )  # fmt: skip
+        ),
+        **fields,
+    )
     head = getattr(core, f"{name}DraftModel")(made)
     if drafted < VOCABULARY:
         ids_D = torch.arange(drafted) * (VOCABULARY // drafted)
@@ -226,8 +266,13 @@ def eagle_head(
 
 
 def parallel_logits(
-    head: Any, text: list[int], taps_LX: Tensor, drafted: list[int], *, num: int  # noqa: ANN401
-) -> Tensor:  # fmt: skip
+    head: Any,
+    text: list[int],
+    taps_LX: Tensor,
+    drafted: list[int],
+    *,
+    num: int,
+) -> Tensor:
     """Logits (V,) of the token after a text and drafted ones, of a pass that drafts `num`, by the class of P-EAGLE."""
     core, number = module_of("speculators.models.peagle.core"), len(taps_LX)
     anchors = torch.cat([torch.arange(number), torch.full((num - 1,), number - 1)])
@@ -247,7 +292,7 @@ def parallel_logits(
     return _over_all(head, seen[0][0, number - 1 + len(drafted)].double())
 
 
-def eagle_logits(head: Any, text: list[int], taps_LX: Tensor, _drafted: list[int]) -> Tensor:  # noqa: ANN401
+def eagle_logits(head: Any, text: list[int], taps_LX: Tensor, _drafted: list[int]) -> Tensor:
     """Logits (V,) of the token after a text, by the class of `speculators`."""
     seen = list[Tensor]()
     hook = head.lm_head.register_forward_hook(lambda _module, _args, logits: seen.append(logits))
@@ -258,7 +303,7 @@ def eagle_logits(head: Any, text: list[int], taps_LX: Tensor, _drafted: list[int
     return _over_all(head, seen[0][0, -1].double())
 
 
-def _over_all(head: Any, logits_D: Tensor) -> Tensor:  # noqa: ANN401
+def _over_all(head: Any, logits_D: Tensor) -> Tensor:
     """Logits over the target's tokens."""
     if head.d2t is None:
         return logits_D

@@ -59,14 +59,15 @@ WINDOWS: dict[str, dict[str, Any]] = {
 FACTORS = {"input_embedding_scale": 3.0, "output_multiplier": 0.5, "final_logit_softcapping": 2.0}
 
 
-def target_in(folder: Path, *, num_layers: int = 6) -> Any:  # noqa: ANN401 - a model of transformers
+def target_in(folder: Path, *, num_layers: int = 6) -> Any:
     """Save a random target; returns it as the library has it."""
-    build_checkpoint(folder / "target", "llama", hidden_size=WIDTH, head_dim=DIM, vocab_size=VOCABULARY,
-                     num_hidden_layers=num_layers)  # fmt: skip
+    build_checkpoint(
+        folder / "target", "llama", hidden_size=WIDTH, head_dim=DIM, vocab_size=VOCABULARY, num_hidden_layers=num_layers
+    )
     return AutoModelForCausalLM.from_pretrained(folder / "target", dtype="float32")
 
 
-def decode(folder: Path, seen: Seen | None = None, kind: Any = OnePassDrafter, **how: Any) -> list[Any]:  # noqa: ANN401
+def decode(folder: Path, seen: Seen | None = None, kind: Any = OnePassDrafter, **how: Any) -> list[Any]:
     """Texts of the pair in a folder; see `head_drafts.decode`."""
     target, origin = inspect_pair(folder)
     assert isinstance(origin, HeadSource)
@@ -79,10 +80,13 @@ def decode(folder: Path, seen: Seen | None = None, kind: Any = OnePassDrafter, *
 @pytest.mark.parametrize(
     ("version", "windows", "tree"),
     [
-        *((2, windows, None) for windows in WINDOWS), (1, "window of both", None), (1, "in both directions", None),
-        (2, "window of both", "2x2x1"), slow(1, "window", None),
+        *((2, windows, None) for windows in WINDOWS),
+        (1, "window of both", None),
+        (1, "in both directions", None),
+        (2, "window of both", "2x2x1"),
+        slow(1, "window", None),
     ],
-)  # fmt: skip
+)
 def test_heads_of_dflash_draft_as_in_their_authors_classes(
     version: int, windows: str, tree: str | None, tmp_path: Path
 ) -> None:
@@ -246,10 +250,17 @@ def save_texts(folder: Path) -> None:
 
 def train(folder: Path, kind: str, monkeypatch: pytest.MonkeyPatch, *more: str) -> None:
     """Train for a step or two."""
-    monkeypatch.setattr(sys, "argv", [
-        "speculator", kind, *("--target", f"{folder}/target", "--text", f"{folder}/texts", "--scratch", str(folder)),
-        *("--minutes", "0.01", "--rows", "2", "--own-rows", "1", "--anchors", "16", "--block", "4"), *more,
-    ])  # fmt: skip
+    monkeypatch.setattr(
+        sys,
+        "argv",
+        [
+            "speculator",
+            kind,
+            *("--target", f"{folder}/target", "--text", f"{folder}/texts", "--scratch", str(folder)),
+            *("--minutes", "0.01", "--rows", "2", "--own-rows", "1", "--anchors", "16", "--block", "4"),
+            *more,
+        ],
+    )
     speculator.main()
 
 

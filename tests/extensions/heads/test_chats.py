@@ -35,7 +35,7 @@ BLOCKS: dict[str, Any] = {"head_dim": 16, "vocab_size": 224}
 """Whole blocks, which compiled kernels take."""
 
 
-def loaded(origin: Any, target: Any = None) -> Any:  # noqa: ANN401 - a model or a head
+def loaded(origin: Any, target: Any = None) -> Any:
     return load_model(Loading(origin, dtype=torch.float32, target=target))
 
 
@@ -61,15 +61,20 @@ def _short_beginnings_count(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("make", "tree", "num_turns"),
     [
-        (partial(one_pass, "peagle"), None, 3), (partial(mtp, "qwen2"), "2x2x1", 3),
-        heavy(eagle, None, 10), heavy(eagle, "2x2x1", 3),
+        (partial(one_pass, "peagle"), None, 3),
+        (partial(mtp, "qwen2"), "2x2x1", 3),
+        heavy(eagle, None, 10),
+        heavy(eagle, "2x2x1", 3),
         *(heavy(partial(one_pass, layout), None, 3) for layout in ("dflash", "dspark")),
     ],
-)  # fmt: skip
+)
 def test_a_turn_of_a_chat_is_read_once(
-    make: Callable[[Path], tuple[Any, ...]], tree: str | None, num_turns: int, tmp_path: Path,
+    make: Callable[[Path], tuple[Any, ...]],
+    tree: str | None,
+    num_turns: int,
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     """A head reads the last answer and the new turn, the same laws drafted as behind texts that are read whole."""
     need("cpu")
     target, origin, width = make(tmp_path)
@@ -121,10 +126,10 @@ def test_a_rank_with_the_head_alone_gets_the_taps_of_what_is_new(
         shared.extend([positions_BT.numel()] * (comm.rank > 0 and rows_B is not None))  # of prompts
         share(self, positions_BT, rows_B, comm=comm, src=src)
 
-    def one_rank(comm: Any, reuses: bool) -> list[list[int]]:  # noqa: ANN401
+    def one_rank(comm: Any, reuses: bool) -> list[list[int]]:
         taps = Taps(origin.layers, width=width, dtype=torch.float32, device=torch.device("cpu"))
 
-        def make(rule: Any) -> Any:  # noqa: ANN401
+        def make(rule: Any) -> Any:
             head = loaded(origin, runner) if comm.rank else None
             parts = parts_of(runner=head, taps=taps, rule=rule, vocab_size=runner.vocab_size)
             how: Any = {"receiver": ProbsReceiver(0, runner.vocab_size), "taps": TapsSender(taps, 0, most_accepted=3)}
@@ -160,7 +165,7 @@ def test_a_rank_with_the_head_alone_gets_the_taps_of_a_chunk_that_it_reads_again
     held = [Held(start, row) for row, start in enumerate(starts)]
     prompts = Prompts(tokens_RS, torch.tensor(lengths), lengths, max(lengths), held)
 
-    def one_rank(comm: Any) -> Tensor:  # noqa: ANN401
+    def one_rank(comm: Any) -> Tensor:
         taps = Taps([0], width=1, dtype=torch.float32, device=torch.device("cpu"))
         taps.allocate(batch_size=len(starts), num_slots=32)
         taps.in_rows().fill_(comm.rank == 0)

@@ -40,7 +40,7 @@ def drafter_of(parts: DrafterParts, *, least: float = LEAST, seen: Ended | None 
     drafter = OnePassDrafter(replace(parts, config=ConfidenceConfig(confidence=least)))
     propose: Any = drafter.propose
 
-    def watched(rows: Any, **how: Any) -> Any:  # noqa: ANN401
+    def watched(rows: Any, **how: Any) -> Any:
         texts = [ids[:length].tolist() for ids, length in zip(rows.tokens_BS, rows.lengths_B, strict=True)]
         draft = propose(rows, **how)
         seen.extend(zip(texts, draft.ids_BK.tolist(), draft.num_B1[:, 0].tolist(), strict=True))  # type: ignore[union-attr]
@@ -51,7 +51,7 @@ def drafter_of(parts: DrafterParts, *, least: float = LEAST, seen: Ended | None 
     return drafter
 
 
-def decode(folder: Path, layout: str, *, likely: int = VOCABULARY, **how: Any) -> Any:  # noqa: ANN401
+def decode(folder: Path, layout: str, *, likely: int = VOCABULARY, **how: Any) -> Any:
     """Texts of a pair of this layout; see `drafter_of` for `least` and `seen`."""
     target, origin = save_pair(folder, layout, likely=likely)
     runner = load_model(Loading(target, dtype=torch.float32))
@@ -63,9 +63,11 @@ def decode(folder: Path, layout: str, *, likely: int = VOCABULARY, **how: Any) -
 
 
 def check_ends(
-    seen: Ended, library: Any, layers: Sequence[int],  # noqa: ANN401 - of transformers
+    seen: Ended,
+    library: Any,
+    layers: Sequence[int],
     logit_of: Callable[[list[int], Tensor, list[int]], Tensor],
-) -> int:  # fmt: skip
+) -> int:
     """Compare where drafts end with a reference's estimates, but for estimates near the limit; returns how many do."""
     number = 0
     for text, ids, num_counted in seen:
@@ -94,9 +96,14 @@ def test_a_draft_ends_before_the_first_token_that_is_expected_to_be_rejected(lay
         each.weight.detach() for each in (library.get_input_embeddings(), library.get_output_embeddings())
     )
     logit_of = partial(
-        reference, layout, load_file(tmp_path / "head" / "model.safetensors"), table_VE=table_VE, output_VE=output_VE,
-        num_drafted=K, of_confidence=True,
-    )  # fmt: skip
+        reference,
+        layout,
+        load_file(tmp_path / "head" / "model.safetensors"),
+        table_VE=table_VE,
+        output_VE=output_VE,
+        num_drafted=K,
+        of_confidence=True,
+    )
     assert check_ends(seen, library, taps_of(layout), logit_of) > 5
     assert len({num for _, _, num in seen}) >= 3
 

@@ -45,8 +45,14 @@ def original(folder: Path, tensors: dict[str, Tensor]) -> Path:
 def speculator(folder: Path, tensors: dict[str, Tensor]) -> Path:
     """The other layout, with what only some heads do, and an embedding of its own."""
     embedding = torch.randn(4096, 256, generator=torch.Generator().manual_seed(3)) / 8
-    return save_speculator(folder, tensors, embedding, norm_before_residual=True, norm_output=True,
-                           eagle_aux_hidden_state_layer_ids=list(LAYERS))  # fmt: skip
+    return save_speculator(
+        folder,
+        tensors,
+        embedding,
+        norm_before_residual=True,
+        norm_output=True,
+        eagle_aux_hidden_state_layer_ids=list(LAYERS),
+    )
 
 
 @pytest.fixture(scope="module")
@@ -57,11 +63,11 @@ def target() -> Runner:
 
 
 @pytest.fixture(scope="module")
-def library() -> Any:  # noqa: ANN401 - a model of transformers
+def library() -> Any:
     return AutoModelForCausalLM.from_pretrained(tiny().folder, dtype="float32")
 
 
-def tiny() -> Any:  # noqa: ANN401 - a checkpoint
+def tiny() -> Any:
     return inspect(hub.resolve(catalogue.load("tiny")))
 
 
@@ -84,8 +90,12 @@ def decode(target: Runner, origin: HeadSource, **how: Any) -> list[Any]:
     ("save", "shape"), [heavy(original, "2x2x1"), (speculator, None), slow(original, None), slow(speculator, "2x2x1")]
 )
 def test_every_step_of_every_round_has_the_distribution_of_the_reference(
-    save: Save, shape: str | None, target: Runner, library: Any, tmp_path: Path  # noqa: ANN401
-) -> None:  # fmt: skip
+    save: Save,
+    shape: str | None,
+    target: Runner,
+    library: Any,
+    tmp_path: Path,
+) -> None:
     tensors, seen = make_tensors(), Seen()
     folder = save(tmp_path / "head", tensors)
     done = decode(target, source(folder), batch_size=2, seen=seen, tree=shape)
@@ -98,8 +108,10 @@ def test_every_step_of_every_round_has_the_distribution_of_the_reference(
 
 @pytest.mark.seconds
 def test_a_head_reads_what_it_has_missed_in_rounds_that_did_not_draft(
-    target: Runner, library: Any, tmp_path: Path  # noqa: ANN401
-) -> None:  # fmt: skip
+    target: Runner,
+    library: Any,
+    tmp_path: Path,
+) -> None:
     tensors, seen, choices = make_tensors(), Seen(), [*[DraftChoice(0)] * 33, DraftChoice(3), DraftChoice(2)]
     origin = source(original(tmp_path / "head", tensors))
     decode(target, origin, batch_size=3, seen=seen, num_new=80, choices=choices)
@@ -108,12 +120,14 @@ def test_a_head_reads_what_it_has_missed_in_rounds_that_did_not_draft(
 
 
 @pytest.mark.seconds
-@pytest.mark.parametrize(
-    ("vocab_size", "num_drafted"), [(4100, 1024), (4090, 1022), heavy(4100, 4100), (4090, 4090)]
-)  # fmt: skip
+@pytest.mark.parametrize(("vocab_size", "num_drafted"), [(4100, 1024), (4090, 1022), heavy(4100, 4100), (4090, 4090)])
 def test_a_vocabulary_that_is_padded_otherwise_than_the_target_s_is_one(
-    vocab_size: int, num_drafted: int, target: Runner, library: Any, tmp_path: Path  # noqa: ANN401
-) -> None:  # fmt: skip
+    vocab_size: int,
+    num_drafted: int,
+    target: Runner,
+    library: Any,
+    tmp_path: Path,
+) -> None:
     """The head's own embedding has more rows or fewer; of more tokens the last ones are drafted never."""
     tensors, seen = make_tensors(vocab_size=vocab_size, num_drafted=num_drafted), Seen()
     embedding_VE = torch.randn(vocab_size, 256, generator=torch.Generator().manual_seed(3)) / 8
@@ -207,20 +221,29 @@ def changed(**values: Any) -> dict[str, Tensor]:
 
 
 FAULTS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "another target": ({"vocab_size": 5000, "num_drafted": 1000}, {},
-                       "of a target of width 256 with 5000 tokens, and this target has width 256 and 4096 tokens"),
+    "another target": (
+        {"vocab_size": 5000, "num_drafted": 1000},
+        {},
+        "of a target of width 256 with 5000 tokens, and this target has width 256 and 4096 tokens",
+    ),
     "a map out of the vocabulary": ({"d2t": torch.full((1024,), 4090)}, {}, "d2t leads to token 5113 of 4096"),
     "a map to one token twice": ({"d2t": -torch.arange(1024)}, {}, "d2t leads twice to one token"),
     "two maps that differ": ({"d2t": torch.zeros(1024, dtype=torch.int64)}, {}, "d2t contradicts t2d"),
     "no map": ({"d2t": None}, {}, "drafts 1024 of 4096 tokens and lacks d2t"),
-    "a layer that the target lacks": ({}, {"eagle_aux_hidden_state_layer_ids": [1, 5, 11]},
-                                      r"reads the layers \[1, 5, 11\], and this target has 10"),
-    "another speculator": ({}, {"speculators_model_type": "mlp"},
-                           "MLP speculator, and of draft heads those of EAGLE-3, P-EAGLE, DFlash and DSpark are read"),
+    "a layer that the target lacks": (
+        {},
+        {"eagle_aux_hidden_state_layer_ids": [1, 5, 11]},
+        r"reads the layers \[1, 5, 11\], and this target has 10",
+    ),
+    "another speculator": (
+        {},
+        {"speculators_model_type": "mlp"},
+        "MLP speculator, and of draft heads those of EAGLE-3, P-EAGLE, DFlash and DSpark are read",
+    ),
     "a speculator of no head": ({}, {"speculators_model_type": "mtp"}, "describes a speculator of type mtp, and of"),
     "a layer too few": ({}, {"num_hidden_layers": 2}, "lacks 9 of the 23 tensors"),
     "pickle": ({}, {}, "holds pickle weights .*safetensors.torch as s; s.save_file"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", FAULTS)

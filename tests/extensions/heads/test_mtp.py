@@ -62,7 +62,7 @@ def loaded(folder: Path) -> tuple[Runner, Any, MtpSource]:
     return runner, load_model(Loading(origin, dtype=torch.float32, target=runner)), origin
 
 
-def decode(target: Runner, head: Any, origin: MtpSource, **how: Any) -> list[Any]:  # noqa: ANN401
+def decode(target: Runner, head: Any, origin: MtpSource, **how: Any) -> list[Any]:
     """Texts with a head; see `head_drafts.decode`."""
     kind = HeadDrafter if origin.shape.num_hidden_layers == 1 else head.make_drafter
     return head_drafts.decode(target, kind, head, origin.layers, width=WIDTH, prompts=PROMPTS, **how)
@@ -107,12 +107,20 @@ def test_logits_are_those_of_the_public_definition(family: str, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("family", "shape", "num_modules"),
     [
-        ("qwen2", "2x2x1", 1), heavy("qwen3_next", None, 1), slow("qwen2", None, 1), slow("glm4_moe", "2x2x1", 1),
-        ("glm4_moe", None, 3), heavy("mimo_v2_flash", None, 3), heavy("deepseek_v3", None, 2),
-        heavy("ernie4_5_moe", None, 1), heavy("deepseek_v3", "2x2x1", 2), heavy("exaone_moe", None, 1),
-        heavy("ernie4_5_moe", "2x2x1", 1), heavy("exaone_moe", "2x2x1", 1),
+        ("qwen2", "2x2x1", 1),
+        heavy("qwen3_next", None, 1),
+        slow("qwen2", None, 1),
+        slow("glm4_moe", "2x2x1", 1),
+        ("glm4_moe", None, 3),
+        heavy("mimo_v2_flash", None, 3),
+        heavy("deepseek_v3", None, 2),
+        heavy("ernie4_5_moe", None, 1),
+        heavy("deepseek_v3", "2x2x1", 2),
+        heavy("exaone_moe", None, 1),
+        heavy("ernie4_5_moe", "2x2x1", 1),
+        heavy("exaone_moe", "2x2x1", 1),
     ],
-)  # fmt: skip
+)
 def test_every_step_of_every_round_has_the_distribution_of_the_reference(
     family: str, shape: str | None, num_modules: int, tmp_path: Path
 ) -> None:
@@ -158,17 +166,26 @@ IN_BLOCKS = {"linear_num_value_heads": 32, "linear_value_head_dim": 4}
 @pytest.mark.parametrize(
     ("family", "recorder", "numbers", "num_modules"),
     [
-        ("qwen2", WatchedGraphs, (1, 2, 3, 4), 1), ("qwen3_5_text", WatchedGraphs, (3,), 1),
-        slow("qwen3_5_text", WatchedGraphs, (1, 2, 4), 1), slow("glm4_moe", False, (1, 2, 3, 4), 1),
-        slow("deepseek_v3", False, (1, 2, 3, 4), 1), heavy("glm4_moe", False, (3,), 3),
-        heavy("mimo_v2_flash", False, (4,), 3), slow("mimo_v2_flash", False, (1, 2, 3), 3),
+        ("qwen2", WatchedGraphs, (1, 2, 3, 4), 1),
+        ("qwen3_5_text", WatchedGraphs, (3,), 1),
+        slow("qwen3_5_text", WatchedGraphs, (1, 2, 4), 1),
+        slow("glm4_moe", False, (1, 2, 3, 4), 1),
+        slow("deepseek_v3", False, (1, 2, 3, 4), 1),
+        heavy("glm4_moe", False, (3,), 3),
+        heavy("mimo_v2_flash", False, (4,), 3),
+        slow("mimo_v2_flash", False, (1, 2, 3), 3),
         slow("deepseek_v3", False, (1, 2, 3, 4), 2),
-        heavy("ernie4_5_moe", False, (2,), 1), heavy("exaone_moe", False, (2,), 1),
+        heavy("ernie4_5_moe", False, (2,), 1),
+        heavy("exaone_moe", False, (2,), 1),
     ],
-)  # fmt: skip
+)
 def test_greedy_text_is_that_of_plain_decoding(
-    family: str, recorder: Any, numbers: tuple[int, ...], num_modules: int, tmp_path: Path  # noqa: ANN401
-) -> None:  # fmt: skip
+    family: str,
+    recorder: Any,
+    numbers: tuple[int, ...],
+    num_modules: int,
+    tmp_path: Path,
+) -> None:
     """For each K, batches of one and of three, launched and recorded."""
     more = IN_BLOCKS if family == "qwen3_5_text" else {"tie_word_embeddings": False} if family == "ernie4_5_moe" else {}
     save_with_mtp(tmp_path, family, vocab_size=32, num_modules=num_modules, **more)
@@ -176,8 +193,11 @@ def test_greedy_text_is_that_of_plain_decoding(
     tensors["lm_head.weight"][FEW_TOKENS:] *= 0.01  # so that a random head drafts tokens of a random target
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     target, head, origin = loaded(tmp_path)
-    ways = [{"num_drafted": number, "batch_size": size, "replay": replay}
-            for number in numbers for size, replay in ((1, False), (3, recorder))]  # fmt: skip
+    ways = [
+        {"num_drafted": number, "batch_size": size, "replay": replay}
+        for number in numbers
+        for size, replay in ((1, False), (3, recorder))
+    ]
     assert check_greedy(target, PROMPTS, partial(decode, target, head, origin), ways, num_new=12) > len(numbers)
 
 
@@ -185,10 +205,15 @@ def test_greedy_text_is_that_of_plain_decoding(
 @pytest.mark.parametrize(
     ("family", "num_modules"),
     [
-        ("glm4_moe", 2), heavy("mimo_v2_flash", 3), heavy("qwen2", 1), heavy("qwen3_next", 1), heavy("exaone_moe", 1),
-        heavy("ernie4_5_moe", 1), heavy("deepseek_v3", 2),
+        ("glm4_moe", 2),
+        heavy("mimo_v2_flash", 3),
+        heavy("qwen2", 1),
+        heavy("qwen3_next", 1),
+        heavy("exaone_moe", 1),
+        heavy("ernie4_5_moe", 1),
+        heavy("deepseek_v3", 2),
     ],
-)  # fmt: skip
+)
 def test_two_ranks_compute_what_one_does_with_the_target_s_tables(
     family: str, num_modules: int, tmp_path: Path
 ) -> None:
@@ -198,7 +223,7 @@ def test_two_ranks_compute_what_one_does_with_the_target_s_tables(
     torch.testing.assert_close(found, extended(whole, num_modules), atol=1e-5, rtol=1e-5)
 
 
-def extended(head: Any, num_modules: int, *, width: int = WIDTH) -> Tensor:  # noqa: ANN401
+def extended(head: Any, num_modules: int, *, width: int = WIDTH) -> Tensor:
     """Logits (1, T, V) of the last module for pairs of made hidden states."""
     head.allocate(batch_size=1, capacity=64)
     with torch.inference_mode():
@@ -351,10 +376,13 @@ def accept_mostly(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("family", "rule_name", "num_modules"),
     [
-        heavy("glm4_moe", "block", 3), heavy(UNCHAINED, "speculative", 3), slow("glm4_moe", "speculative", 3),
-        heavy("ernie4_5_moe", "speculative", 1), heavy("exaone_moe", "block", 1),
+        heavy("glm4_moe", "block", 3),
+        heavy(UNCHAINED, "speculative", 3),
+        slow("glm4_moe", "speculative", 3),
+        heavy("ernie4_5_moe", "speculative", 1),
+        heavy("exaone_moe", "block", 1),
     ],
-)  # fmt: skip
+)
 def test_sampled_texts_have_the_target_s_law_with_modules_that_are_mostly_accepted(
     family: str, rule_name: str, num_modules: int, tmp_path: Path
 ) -> None:
@@ -377,19 +405,27 @@ def test_sampled_texts_have_the_target_s_law_with_modules_that_are_mostly_accept
 
 
 LATENT_OF_BLOCKS = {
-    "num_key_value_heads": 16, "q_lora_rank": 128, "kv_lora_rank": 128, "qk_rope_head_dim": 16, "head_dim": 16,
-    "qk_nope_head_dim": 16, "v_head_dim": 32,
-}  # fmt: skip
+    "num_key_value_heads": 16,
+    "q_lora_rank": 128,
+    "kv_lora_rank": 128,
+    "qk_rope_head_dim": 16,
+    "head_dim": 16,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 32,
+}
 """Sizes whose slices are of whole blocks, but for the rows of latents with a rotary part, as in published files."""
 
 
 @pytest.mark.parametrize(
     ("family", "num_modules"),
     [
-        heavy("glm4_moe", 2), heavy("mimo_v2_flash", 3), heavy("exaone_moe", 1), heavy("deepseek_v3", 2),
+        heavy("glm4_moe", 2),
+        heavy("mimo_v2_flash", 3),
+        heavy("exaone_moe", 1),
+        heavy("deepseek_v3", 2),
         heavy("ernie4_5_moe", 1),
     ],
-)  # fmt: skip
+)
 @of_all_formats
 def test_modules_of_fp8_checkpoints_run_as_they_are_stored(family: str, num_modules: int, tmp_path: Path) -> None:
     """The product of both inputs is stored in 16 or 32 bits, as published files have it."""
@@ -448,9 +484,17 @@ def test_a_run_goes_on_with_the_texts_and_rounds_of_an_undisturbed_one(
     prompts = [" ".join(f"t{number * step % 90 + 3}" for number in range(30 - step)) for step in (5, 7, 11)]
     (tmp_path / "prompts.txt").write_text("\n".join(prompts))
     words = (
-        "task=generate", "model=local", f"model.path={tmp_path}/model", "draft=mtp", f"prompts={tmp_path}/prompts.txt",
-        "num_samples=2", "batch_size=2", "max_new_tokens=16", f"run_dir={tmp_path}/run", "sampling.temperature=4",
-    )  # fmt: skip
+        "task=generate",
+        "model=local",
+        f"model.path={tmp_path}/model",
+        "draft=mtp",
+        f"prompts={tmp_path}/prompts.txt",
+        "num_samples=2",
+        "batch_size=2",
+        "max_new_tokens=16",
+        f"run_dir={tmp_path}/run",
+        "sampling.temperature=4",
+    )
 
     def texts() -> dict[tuple[int, int], tuple[Any, ...]]:
         done = launch(*words).well().lines

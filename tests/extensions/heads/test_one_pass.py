@@ -57,7 +57,7 @@ OF_OTHER_NAMES = ("gpt_neox", "gpt2", "mpt", "falcon", "gemma3n_text")
 PROMPTS = ((5, 100, 17, 4, 56), (31,), tuple(range(40, 70)))
 
 
-def load(origin: Any, target: Runner | None = None) -> Any:  # noqa: ANN401 - a model or a head
+def load(origin: Any, target: Runner | None = None) -> Any:
     return load_model(Loading(origin, dtype=torch.float32, target=target))
 
 
@@ -75,9 +75,13 @@ def check(folder: Path, layout: str, **how: Any) -> int:
     parts = library.get_input_embeddings(), library.get_output_embeddings()
     table_VE, output_VE = (part.weight.detach() for part in parts)
     wanted = partial(
-        reference, layout, load_file(folder / "head" / "model.safetensors"), table_VE=table_VE, output_VE=output_VE,
+        reference,
+        layout,
+        load_file(folder / "head" / "model.safetensors"),
+        table_VE=table_VE,
+        output_VE=output_VE,
         num_drafted=len(tree.split("x")) if tree else NUM_DRAFTED,
-    )  # fmt: skip
+    )
     return head_drafts.check(seen, library, taps_of(layout), tree, wanted)
 
 
@@ -106,11 +110,20 @@ def test_a_head_reads_what_it_has_missed_in_rounds_that_did_not_draft(layout: st
 
 
 @pytest.mark.seconds
-@pytest.mark.parametrize(("kind", "layout"), [
-    ("gpt_neo", SHARING), ("nemotron_h", SELECTING), heavy("nemotron_h", SHARING),
-    *(heavy(kind, SHARING) for kind in OF_OTHER_NAMES),
-    *(slow(kind, SHARING) for kind in {**FAMILIES, **MORE} if kind not in {"gpt_neo", "nemotron_h", *OF_OTHER_NAMES}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [
+        ("gpt_neo", SHARING),
+        ("nemotron_h", SELECTING),
+        heavy("nemotron_h", SHARING),
+        *(heavy(kind, SHARING) for kind in OF_OTHER_NAMES),
+        *(
+            slow(kind, SHARING)
+            for kind in {**FAMILIES, **MORE}
+            if kind not in {"gpt_neo", "nemotron_h", *OF_OTHER_NAMES}
+        ),
+    ],
+)
 def test_a_head_with_the_tables_of_its_target_drafts_for_every_family(tmp_path: Path, kind: str, layout: str) -> None:
     """Of embedding, output and layers whatever their names."""
     build_checkpoint(tmp_path / "target", kind, **MORE.get(kind, {}))
@@ -159,9 +172,15 @@ def test_a_text_is_the_same_beside_others_and_in_a_run_that_goes_on_after_its_fi
 @pytest.mark.seconds
 @pytest.mark.parametrize(
     ("layout", "vocab_size"),
-    [(SELECTING, 226), (SELECTING, 222), heavy(FORGED, 222), heavy("recurrent dspark", 226),
-     heavy("recurrent dspark", 222), heavy(FORGED, 226)],
-)  # fmt: skip
+    [
+        (SELECTING, 226),
+        (SELECTING, 222),
+        heavy(FORGED, 222),
+        heavy("recurrent dspark", 226),
+        heavy("recurrent dspark", 222),
+        heavy(FORGED, 226),
+    ],
+)
 def test_a_vocabulary_that_is_padded_otherwise_than_the_target_s_is_one(
     layout: str, vocab_size: int, tmp_path: Path
 ) -> None:
@@ -216,34 +235,61 @@ FAULTS: dict[str, tuple[str, dict[str, Any], str]] = {
     "windows": ("dflash of DeepSpec", {"layer_types": ["sliding_attention", "full_attention"]}, "read in a block"),
     "a kind to come": (SHARING, {"architectures": ["DFlash3DraftModel"]}, "describes DFlash3DraftModel, and of"),
     "two kinds": ("dflash", {"architectures": ["DFlash2DraftModel"]}, "of type dflash in the class DFlash2DraftModel"),
-    "fields of another kind": (SHARING, {"dflash_config": _TAPS | {"selector_rank": 8}},
-                               r"has selector_rank, which no dflash head \(DFlashDraftModel\) has"),
+    "fields of another kind": (
+        SHARING,
+        {"dflash_config": _TAPS | {"selector_rank": 8}},
+        r"has selector_rank, which no dflash head \(DFlashDraftModel\) has",
+    ),
     "such fields beside": (SHARING, {"conv_kernel_size": 2}, "has conv_kernel_size, which no dflash head"),
-    "fields to come": (SELECTING, {"dflash_config": _SELECTOR | {"memory_slots": 4}},
-                       "has memory_slots, which no dflash2 head"),
+    "fields to come": (
+        SELECTING,
+        {"dflash_config": _SELECTOR | {"memory_slots": 4}},
+        "has memory_slots, which no dflash2 head",
+    ),
     "a selector to come": (SELECTING, {"selector_depth": 2}, "has selector_depth, which no dflash2 head"),
-    "a group that fits nowhere": (SELECTING, {"dflash_config": _SELECTOR | {"conv_group_size": 9}},
-                                  "conv_group_size 9 for a width of 64"),
+    "a group that fits nowhere": (
+        SELECTING,
+        {"dflash_config": _SELECTOR | {"conv_group_size": 9}},
+        "conv_group_size 9 for a width of 64",
+    ),
     "another window beside": ("dflash", {"layer_types": ["sliding_attention"]}, "layer_types .* of 2 layers"),
     "a window of none": (SELECTING, {"sliding_window": 0}, "has sliding_window 0: download"),
-    "tensors that nothing reads": ("dspark of DeepSpec", {"markov_rank": 0, "enable_confidence_head": False},
-                                   r"this head takes .model.confidence_head.*model.markov_head"),
-    "a confidence head of less": ("dspark of DeepSpec", {"confidence_head_with_markov": False},
-                                  r"model.confidence_head.proj.weight is \[1, 80\], not \[1, 64\]"),
-    "a confidence head without": ("dspark of DeepSpec", {"markov_rank": 0},
-                                  "has confidence_head_with_markov without a Markov head"),
+    "tensors that nothing reads": (
+        "dspark of DeepSpec",
+        {"markov_rank": 0, "enable_confidence_head": False},
+        r"this head takes .model.confidence_head.*model.markov_head",
+    ),
+    "a confidence head of less": (
+        "dspark of DeepSpec",
+        {"confidence_head_with_markov": False},
+        r"model.confidence_head.proj.weight is \[1, 80\], not \[1, 64\]",
+    ),
+    "a confidence head without": (
+        "dspark of DeepSpec",
+        {"markov_rank": 0},
+        "has confidence_head_with_markov without a Markov head",
+    ),
     "other masks": (SHARING, {"dflash_config": {"causal": True}}, "has causal in dflash_config, which engines read"),
     "another Markov head": ("dspark", {"markov_head_type": "lstm"}, "and vanilla or gated or rnn is read"),
-    "another projector": (FORGED, {"dflash_config": CONFIGS[FORGED]["dflash_config"] | {"projector_type": "domino"}},
-                          "has projector_type domino, and of draft heads"),
-    "fields to come of SpecForge": (FORGED, {"dflash_config": CONFIGS[FORGED]["dflash_config"] | {"markov_order": 2}},
-                                    "has markov_order, which no dspark head"),
+    "another projector": (
+        FORGED,
+        {"dflash_config": CONFIGS[FORGED]["dflash_config"] | {"projector_type": "domino"}},
+        "has projector_type domino, and of draft heads",
+    ),
+    "fields to come of SpecForge": (
+        FORGED,
+        {"dflash_config": CONFIGS[FORGED]["dflash_config"] | {"markov_order": 2}},
+        "has markov_order, which no dspark head",
+    ),
     "another family": ("dflash of DeepSpec", {"architectures": ["Gemma4DSparkModel"]}, "in a layout that is not read"),
-    "another target": ("dflash of DeepSpec", {"vocab_size": 300},
-                       "of a target of width 64 with 300 tokens, and this target has width 64 and 224"),
+    "another target": (
+        "dflash of DeepSpec",
+        {"vocab_size": 300},
+        "of a target of width 64 with 300 tokens, and this target has width 64 and 224",
+    ),
     "other taps": ("dflash of DeepSpec", {"target_layer_ids": [0, 1]}, r"fc.weight is \[64, 256\], not \[64, 128\]"),
     "EAGLE-1": ("peagle", {"speculators_model_type": "eagle"}, "describes a head of EAGLE-1 or 2, and of draft heads"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", FAULTS)

@@ -63,8 +63,9 @@ class TableHead:
         """Its logits by prefix."""
         found = []
         for depth in range(num_drafted):
-            last = torch.tensor([prefix[-1] if prefix and self.joins else 0
-                                 for prefix in product(range(NUM_TOKENS), repeat=depth)])  # fmt: skip
+            last = torch.tensor(
+                [prefix[-1] if prefix and self.joins else 0 for prefix in product(range(NUM_TOKENS), repeat=depth)]
+            )
             found.append(self.tables.logits[depth][:, last])
         return TableModel(tuple(found))
 
@@ -89,8 +90,10 @@ def with_next_law(drafter: OnePassDrafter, rows: Rows, num_tokens: int, uniforms
 
 def errors(sampling: SamplingConfig, rule_name: str, *, joins: bool, num_drafted: int, propose: Propose) -> list[float]:
     """How far drafts are from the law that they say, and the text from the target's law."""
-    target, tables = (random_table(seed=seed, num_tables=NUM_TABLES, max_length=num_drafted, vocab_size=NUM_TOKENS)
-                      for seed in (50, 60))  # fmt: skip
+    target, tables = (
+        random_table(seed=seed, num_tables=NUM_TABLES, max_length=num_drafted, vocab_size=NUM_TOKENS)
+        for seed in (50, 60)
+    )
     rule: Any = make_rule(sampling, VerificationConfig(rule=rule_name))
     head: Any = TableHead(tables, joins=joins)
     taps = Taps((0,), width=1, dtype=torch.float64, device=CPU)
@@ -109,8 +112,9 @@ def errors(sampling: SamplingConfig, rule_name: str, *, joins: bool, num_drafted
         ids_BK = drafted(rows_B, uniforms_BC).ids_BK
         return codes_of(ids_BK, NUM_TOKENS)
 
-    measured = choice_law(choose, num_rows=NUM_TABLES, num_coordinates=2 * num_drafted,
-                          num_answers=NUM_TOKENS**num_drafted)  # fmt: skip
+    measured = choice_law(
+        choose, num_rows=NUM_TABLES, num_coordinates=2 * num_drafted, num_answers=NUM_TOKENS**num_drafted
+    )
     wanted = head.law_tables(num_drafted)
     laws = processed(wanted, sampling)
     said: list[float] = []
@@ -161,10 +165,16 @@ def ended_law_error(rule_name: str, head: ConfidentHead, *, num_drafted: int) ->
         make_rule(sampling, VerificationConfig(rule=rule_name)),
         Taps((0,), width=1, dtype=torch.float64, device=CPU),
     )
-    drafter: Any = OnePassDrafter(parts_of(
-        head, taps=taps, rule=made, num_draft_tokens=num_drafted, vocab_size=NUM_TOKENS,
-        config=ConfidenceConfig(confidence=0.5),
-    ))  # fmt: skip
+    drafter: Any = OnePassDrafter(
+        parts_of(
+            head,
+            taps=taps,
+            rule=made,
+            num_draft_tokens=num_drafted,
+            vocab_size=NUM_TOKENS,
+            config=ConfidenceConfig(confidence=0.5),
+        )
+    )
     whole = made.verify
 
     def verify(draft: Draft, target_BTV: Tensor, *, draws: Draws) -> Verdict:

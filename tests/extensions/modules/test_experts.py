@@ -24,7 +24,7 @@ def num_tokens(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.fixture(params=["mixtral", "gpt_oss"])
-def runner(request: pytest.FixtureRequest, num_tokens: list[int]) -> Any:  # noqa: ANN401 - a runner of modules
+def runner(request: pytest.FixtureRequest, num_tokens: list[int]) -> Any:
     """A tiny model with quantized experts, with and without biases."""
     origin = weights_of(tiny_model(request.param, **SIZES), what="model")
     loaded = load_model(Loading(origin, dtype=torch.float32, precision=Precision(quantization="int8_weight_only")))
@@ -34,7 +34,7 @@ def runner(request: pytest.FixtureRequest, num_tokens: list[int]) -> Any:  # noq
 
 @pytest.mark.parametrize("batch_size", [1, 32, 33, 80])
 def test_a_round_of_any_size_goes_through_the_kernel_in_pieces(
-    runner: Any,  # noqa: ANN401
+    runner: Any,
     num_tokens: list[int],
     monkeypatch: pytest.MonkeyPatch,
     batch_size: int,
@@ -58,7 +58,7 @@ def test_a_round_of_any_size_goes_through_the_kernel_in_pieces(
 
 
 @pytest.mark.parametrize("length", [FEW_ROWS, FEW_ROWS + 1])
-def test_long_prompts_are_read_expert_by_expert(runner: Any, num_tokens: list[int], length: int) -> None:  # noqa: ANN401
+def test_long_prompts_are_read_expert_by_expert(runner: Any, num_tokens: list[int], length: int) -> None:
     runner.allocate(batch_size=1, capacity=136)
     row = {"bucket": 136, "cache_rows_B": torch.zeros(1, dtype=torch.int64)}
     last_11, prompt_1T = torch.full((1, 1), length - 1), torch.arange(length)[None]

@@ -83,11 +83,15 @@ LIGHT = ("mistral", "phi3", "mixtral", "nanochat", "gemma4_text", "xglm")
 
 
 @pytest.mark.seconds
-@pytest.mark.parametrize(("kind", "num_ranks"), [
-    *((kind, 2) for kind in LIGHT), *(slow(kind, 2) for kind in FAMILIES if kind not in LIGHT),
-    *(slow(kind, 1) for kind in FAMILIES),
-    *((slow if place % 12 else heavy)(kind, 3) for place, kind in enumerate(FAMILIES)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "num_ranks"),
+    [
+        *((kind, 2) for kind in LIGHT),
+        *(slow(kind, 2) for kind in FAMILIES if kind not in LIGHT),
+        *(slow(kind, 1) for kind in FAMILIES),
+        *((slow if place % 12 else heavy)(kind, 3) for place, kind in enumerate(FAMILIES)),
+    ],
+)
 def test_greedy_text_beyond_the_windows_is_the_librarys_with_and_without_a_draft(
     saved: SavedModels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, num_ranks: int
 ) -> None:
@@ -156,10 +160,13 @@ def test_a_family_that_does_not_fit_the_cache_is_refused_by_a_short_text(tmp_pat
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("kind", [
-    kind if kind in REFUSED else (slow if place % 6 and kind not in ON_ONE else heavy)(kind)
-    for place, kind in enumerate({**FAMILIES, **MORE})
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "kind",
+    [
+        kind if kind in REFUSED else (slow if place % 6 and kind not in ON_ONE else heavy)(kind)
+        for place, kind in enumerate({**FAMILIES, **MORE})
+    ],
+)
 def test_a_plan_refuses_what_a_run_refuses_in_the_same_words(tmp_path: Path, kind: str, num_ranks: int) -> None:
     """By config.json alone; of a run on one rank with the comparison of short texts, on two with all checks."""
     build_checkpoint(tmp_path, kind, **MORE.get(kind, {}))
@@ -173,12 +180,14 @@ def test_a_plan_refuses_what_a_run_refuses_in_the_same_words(tmp_path: Path, kin
 
 
 OTHERS = [
-    kind for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    if kind not in {*FAMILIES, *MORE} and not CONFIG_MAPPING[kind].sub_configs
+    kind
+    for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    if kind not in {*FAMILIES, *MORE}
+    and not CONFIG_MAPPING[kind].sub_configs
     # Too large to be made here, or of sizes that the library's own checks bind to each other.
-    and kind not in {"blt", "git", "cohere_compass_text", "dbrx", "prophetnet", "reformer", "xlnet", "zamba", "zamba2",
-                     "zaya"}
-]  # fmt: skip
+    and kind
+    not in {"blt", "git", "cohere_compass_text", "dbrx", "prophetnet", "reformer", "xlnet", "zamba", "zamba2", "zaya"}
+]
 
 
 @pytest.mark.seconds
@@ -311,9 +320,12 @@ def test_attention_by_position_gives_each_position_what_it_gets_alone_to_the_las
     query_BHTD, key_BNSD, value_BNSD = torch.randn(1, 8, 5, 64), torch.randn(1, 4, 300, 64), torch.randn(1, 4, 300, 64)
     if form == LATENT:
         module = SimpleNamespace(
-            qk_nope_head_dim=48, v_head_dim=32, kv_lora_rank=64, kv_b_proj=nn.Linear(64, 8 * (48 + 32)),
+            qk_nope_head_dim=48,
+            v_head_dim=32,
+            kv_lora_rank=64,
+            kv_b_proj=nn.Linear(64, 8 * (48 + 32)),
             attend=partial(by_torch, kept=SINGLES),
-        )  # fmt: skip
+        )
         key_BNSD, value_BNSD = torch.randn(1, 1, 300, 64), torch.randn(1, 1, 300, 16)
     mask_B1TS = torch.zeros(1, 1, 5, 300).masked_fill_(torch.arange(300) > torch.arange(290, 295)[:, None], -torch.inf)
     options = {"scaling": 0.2, "softcap": 3.0} if form == SOFTCAPPED else {"scaling": 0.2}

@@ -27,23 +27,31 @@ from tests.helpers.models import FAMILIES, build_checkpoint, tiny_config
 
 KINDS = {kind: MORE.get(kind, {}) for kind in (*FAMILIES, *MORE)}
 SAMPLE = {
-    "stablelm": ("qk_layernorm=true", "use_qkv_bias=true"), "cohere": ("use_qk_norm=true",), "beam": ("",),
-    "gemma3n_text": ("activation_sparsity_pattern",), "phi": ("qk_layernorm=true",),
-    "gpt_oss": ("attention_bias=false",), "llama": ("attention_bias=true", "mlp_bias=true"),
-}  # fmt: skip
+    "stablelm": ("qk_layernorm=true", "use_qkv_bias=true"),
+    "cohere": ("use_qk_norm=true",),
+    "beam": ("",),
+    "gemma3n_text": ("activation_sparsity_pattern",),
+    "phi": ("qk_layernorm=true",),
+    "gpt_oss": ("attention_bias=false",),
+    "llama": ("attention_bias=true", "mlp_bias=true"),
+}
 BENT = {
-    **dict.fromkeys(("gemma", "gemma3_text"), "use_bidirectional_attention=true"), "doge": "is_moe=true",
+    **dict.fromkeys(("gemma", "gemma3_text"), "use_bidirectional_attention=true"),
+    "doge": "is_moe=true",
     "falcon": "alibi=true",
-}  # fmt: skip
+}
 """Flags of models that do not run, of kinds that do."""
 
 
 @pytest.mark.seconds
 @pytest.mark.filterwarnings("ignore")  # of the library
-@pytest.mark.parametrize(("kind", "flags"), [
-    *(pytest.param(kind, flags, id=f"{kind}, sample") for kind, flags in SAMPLE.items()),
-    *((slow if place % 36 else heavy)(kind, None) for place, kind in enumerate(KINDS)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "flags"),
+    [
+        *(pytest.param(kind, flags, id=f"{kind}, sample") for kind, flags in SAMPLE.items()),
+        *((slow if place % 36 else heavy)(kind, None) for place, kind in enumerate(KINDS)),
+    ],
+)
 def test_every_flag_of_a_family_gives_ranks_the_logits_of_the_uncut_model_or_is_refused(
     tmp_path: Path, kind: str, flags: tuple[str, ...] | None
 ) -> None:

@@ -45,9 +45,14 @@ def value(cell: str) -> float:
 
 def spec_of(model: PlannedModel, num_rows: int, context: int) -> PlanSpec:
     return make_spec(
-        model, num_ranks=NUM_RANKS, batch_size=num_rows, prompt_tokens=context - 64, max_new_tokens=64,
-        acceptance=None, num_draft_tokens=0,
-    )  # fmt: skip
+        model,
+        num_ranks=NUM_RANKS,
+        batch_size=num_rows,
+        prompt_tokens=context - 64,
+        max_new_tokens=64,
+        acceptance=None,
+        num_draft_tokens=0,
+    )
 
 
 @pytest.fixture(scope="module")

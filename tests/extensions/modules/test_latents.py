@@ -41,15 +41,27 @@ from tests.helpers.packed_checkpoints import pack_checkpoint
 from tests.helpers.texts import library_greedy, part_at_a_near_tie
 
 ODD: dict[str, Any] = {
-    "hidden_size": 80, "num_attention_heads": 5, "num_key_value_heads": 5, "q_lora_rank": 19, "kv_lora_rank": 22,
-    "qk_rope_head_dim": 6, "qk_nope_head_dim": 7, "v_head_dim": 9, "head_dim": 6,
-}  # fmt: skip
+    "hidden_size": 80,
+    "num_attention_heads": 5,
+    "num_key_value_heads": 5,
+    "q_lora_rank": 19,
+    "kv_lora_rank": 22,
+    "qk_rope_head_dim": 6,
+    "qk_nope_head_dim": 7,
+    "v_head_dim": 9,
+    "head_dim": 6,
+}
 EVEN = ODD | {"qk_nope_head_dim": 8}
 """Rotary numbers of the library's DeepSeek V2 are complex ones, at even places."""
 _ROUTED: dict[str, Any] = {
-    "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "n_group": 1, "topk_group": 1,
-    "first_k_dense_replace": 1, "n_shared_experts": 1,
-}  # fmt: skip
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "n_shared_experts": 1,
+}
 WHOLE = ODD | {"kv_lora_rank": 32, "qk_rope_head_dim": 16, "head_dim": 16, "qk_nope_head_dim": 8, "v_head_dim": 12}
 """The CPU's operator takes these, and torch's operators odd sizes."""
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -61,10 +73,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "minicpm3": ODD,
 }
 SMALL: dict[str, Any] = {
-    "hidden_size": 16, "intermediate_size": 20, "num_attention_heads": 2,
-    "num_key_value_heads": 2, "q_lora_rank": 5, "kv_lora_rank": 12, "qk_rope_head_dim": 2, "qk_nope_head_dim": 3,
-    "v_head_dim": 3, "head_dim": 2, "first_k_dense_replace": 2,
-}  # fmt: skip
+    "hidden_size": 16,
+    "intermediate_size": 20,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "q_lora_rank": 5,
+    "kv_lora_rank": 12,
+    "qk_rope_head_dim": 2,
+    "qk_nope_head_dim": 3,
+    "v_head_dim": 3,
+    "head_dim": 2,
+    "first_k_dense_replace": 2,
+}
 PROMPTS = ((5, 3, 4), tuple(range(2, 41)), (7, 7, 6, 9, 12, 40, 3, 8, 11, 13, 2, 5))
 LONG_RANK = {"kv_lora_rank": 64, "num_hidden_layers": 2, "first_k_dense_replace": 2}
 Saved = Callable[[str], tuple[Path, PreTrainedModel]]
@@ -92,11 +112,16 @@ def runner_of(model: PreTrainedModel, **options: Any) -> ModuleRunner:
 
 
 @pytest.mark.seconds
-@pytest.mark.parametrize(("kind", "num_ranks"), [
-    ("deepseek_v3", 3), ("minicpm3", 1), ("deepseek_v3, whole", 2),
-    *(heavy(kind, 2) for kind in FAMILIES if "whole" not in kind),
-    *(slow(kind, number) for kind in FAMILIES for number in (1, 3, 4)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "num_ranks"),
+    [
+        ("deepseek_v3", 3),
+        ("minicpm3", 1),
+        ("deepseek_v3, whole", 2),
+        *(heavy(kind, 2) for kind in FAMILIES if "whole" not in kind),
+        *(slow(kind, number) for kind in FAMILIES for number in (1, 3, 4)),
+    ],
+)
 def test_greedy_text_is_the_librarys_on_any_ranks(
     saved: Saved, monkeypatch: pytest.MonkeyPatch, kind: str, num_ranks: int
 ) -> None:
@@ -247,16 +272,17 @@ class _Reads(TorchDispatchMode):
         self._starts, self.num_bytes = {each.untyped_storage().data_ptr() for each in watched}, 0
         self._most = most
 
-    def __torch_dispatch__(self, func: Any, _types: object, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
+    def __torch_dispatch__(self, func: Any, _types: object, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
         # Writing into the cache and looking tokens up read no more than what they return.
         if not (func.is_view or any(name in str(func) for name in ("index_copy", "embedding", "index_select"))):
             flat = [each for arg in args for each in (arg if isinstance(arg, list | tuple) else [arg])]
             tensors = [each for each in flat if isinstance(each, Tensor)]
             self.num_bytes += sum(
-                each.numel() * each.itemsize for each in tensors
+                each.numel() * each.itemsize
+                for each in tensors
                 if each.numel() >= self._most or each.untyped_storage().data_ptr() in self._starts
-            )  # fmt: skip
+            )
         return found
 
 
@@ -291,9 +317,14 @@ def test_packed_weights_that_attention_reads_are_unpacked_and_all_others_stay(tm
     need("four_bits")
     need("eight_bits")
     wide: dict[str, Any] = {
-        "hidden_size": 256, "intermediate_size": 256, "q_lora_rank": 128, "kv_lora_rank": 128, "v_head_dim": 32,
-        "qk_nope_head_dim": 24, "first_k_dense_replace": 2,
-    }  # fmt: skip
+        "hidden_size": 256,
+        "intermediate_size": 256,
+        "q_lora_rank": 128,
+        "kv_lora_rank": 128,
+        "v_head_dim": 32,
+        "qk_nope_head_dim": 24,
+        "first_k_dense_replace": 2,
+    }
     origin, stored, numbered = (tmp_path / name for name in ("origin", "packed", "numbers"))
     build_checkpoint(origin, "deepseek_v3", **wide)
     pack_checkpoint(origin, stored, numbered, layout)

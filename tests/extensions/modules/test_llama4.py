@@ -26,11 +26,20 @@ from tests.helpers.overlapped import overlapped_decoder
 from tests.helpers.text_parts import CHUNKS
 
 SMALL: dict[str, Any] = {
-    "hidden_size": 16, "intermediate_size": 20, "intermediate_size_mlp": 24, "num_attention_heads": 2,
-    "num_key_value_heads": 1, "head_dim": 8, "num_local_experts": 3, "num_experts_per_tok": 2,
-    "interleave_moe_layer_step": 2, "no_rope_layer_interval": 2, "attention_chunk_size": 2, "floor_scale": 2,
+    "hidden_size": 16,
+    "intermediate_size": 20,
+    "intermediate_size_mlp": 24,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "num_local_experts": 3,
+    "num_experts_per_tok": 2,
+    "interleave_moe_layer_step": 2,
+    "no_rope_layer_interval": 2,
+    "attention_chunk_size": 2,
+    "floor_scale": 2,
     "attn_scale": 0.7,
-}  # fmt: skip
+}
 SIZES: dict[str, Any] = {"num_key_value_heads": 4, "head_dim": 16, "num_local_experts": 4, **CHUNKS}
 FAULTS = "no chunks", "chunks from the first position", "one temperature", "outputs weighted"
 
@@ -51,20 +60,28 @@ def plant(fault: str, patch: pytest.MonkeyPatch) -> None:
         patch.setattr(Masks, "rows", lambda *given, **how: dict.fromkeys(found := rows(*given, **how), found[None]))
         patch.setattr(runner, "nearest", lambda seen, _: seen)
     elif fault == "chunks from the first position":
-        patch.setattr(Masks, "rows", lambda self, places, bucket: {
-            window: mask if window is None else rows(self, places * 0 + places[:, :1], bucket=bucket)[window]
-            for window, mask in rows(self, places, bucket=bucket).items()
-        })  # fmt: skip
+        patch.setattr(
+            Masks,
+            "rows",
+            lambda self, places, bucket: {
+                window: mask if window is None else rows(self, places * 0 + places[:, :1], bucket=bucket)[window]
+                for window, mask in rows(self, places, bucket=bucket).items()
+            },
+        )
         patch.setattr(runner, "nearest", lambda seen, window: of_tree(seen, window and int(window)))
     elif fault == "one temperature":
-        patch.setattr(llama4, "_with_scales", lambda attention, layer, args, options: scales(
-            attention, layer, args, options | {"position_ids": options["position_ids"] * 0}
-        ))  # fmt: skip
+        patch.setattr(
+            llama4,
+            "_with_scales",
+            lambda attention, layer, args, options: scales(
+                attention, layer, args, options | {"position_ids": options["position_ids"] * 0}
+            ),
+        )
     elif fault == "outputs weighted":
         patch.setattr(llama4, "_mix", outputs_weighted)
 
 
-def outputs_weighted(mlp: Any, x_BTE: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ANN401
+def outputs_weighted(mlp: Any, x_BTE: Tensor) -> tuple[Tensor, Tensor]:
     """As most kinds of experts are mixed."""
     x_ME = x_BTE.reshape(-1, x_BTE.shape[-1])
     _, logits_MX = mlp.router(x_ME)

@@ -43,24 +43,29 @@ of_523 = pytest.mark.skipif(
 )
 
 
-def whole(value: Any) -> Any:  # noqa: ANN401 - YAML
+def whole(value: Any) -> Any:
     """Lists of equal values are written short: `32 x 3072`, and factors by their number."""
     if isinstance(value, dict):
-        return {key: [1.0] * each if key in {"long_factor", "short_factor"} else whole(each)
-                for key, each in value.items()}  # fmt: skip
+        return {
+            key: [1.0] * each if key in {"long_factor", "short_factor"} else whole(each) for key, each in value.items()
+        }
     if isinstance(value, str) and " x " in value:
         count, each = map(int, value.split(" x "))
         return [each] * count
     return value
 
 
-@pytest.mark.parametrize("given", [
-    pytest.param(
-        each, id=each["name"].partition("/")[2],
-        marks=() if each.get("light") else pytest.mark.slow if place % 3 else pytest.mark.heavy,
-    )
-    for place, each in enumerate(CONFIGS)
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "given",
+    [
+        pytest.param(
+            each,
+            id=each["name"].partition("/")[2],
+            marks=() if each.get("light") else pytest.mark.slow if place % 3 else pytest.mark.heavy,
+        )
+        for place, each in enumerate(CONFIGS)
+    ],
+)
 def test_plan_and_run_have_one_verdict_and_count_the_bytes_of_the_modules(
     given: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -125,12 +130,15 @@ def test_arithmetic_lists_the_modules_of_the_library(
     assert by_place(inventory(alone)) == by_place(inventory(by_library))
 
 
-@pytest.mark.parametrize("given", [
-    pytest.param(each, id=each["name"].partition("/")[2], marks=() if place % 3 == 0 else pytest.mark.heavy)
-    for place, each in enumerate(
-        each for each in CONFIGS if record_of(text_part(each["config"])["model_type"]).modules
-    )
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "given",
+    [
+        pytest.param(each, id=each["name"].partition("/")[2], marks=() if place % 3 == 0 else pytest.mark.heavy)
+        for place, each in enumerate(
+            each for each in CONFIGS if record_of(text_part(each["config"])["model_type"]).modules
+        )
+    ],
+)
 def test_a_plan_without_the_library_has_the_sizes_of_one_with_it(
     given: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -179,10 +187,13 @@ def test_code_that_a_tokenizer_names_is_passed_over(changes: dict[str, Any], tmp
     assert read_tokenizer(tmp_path)("def f").input_ids == wanted("def f").input_ids
 
 
-@pytest.mark.parametrize(("file", "reason"), [
-    ("tekken.json", r"tekken\.json is Mistral's own layout, which is not read"),
-    ("tokenizer.model", r"a tokenizer\.model alone needs two packages: pip install sentencepiece protobuf"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("file", "reason"),
+    [
+        ("tekken.json", r"tekken\.json is Mistral's own layout, which is not read"),
+        ("tokenizer.model", r"a tokenizer\.model alone needs two packages: pip install sentencepiece protobuf"),
+    ],
+)
 def test_a_tokenizer_in_another_layout_is_refused_with_its_cause(
     file: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

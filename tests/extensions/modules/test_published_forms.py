@@ -37,23 +37,43 @@ from tests.helpers.packed_checkpoints import pack_checkpoint
 from tests.helpers.planning import make_spec
 
 SIZES = {
-    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "vocab_size": 100, "max_position_embeddings": 512, "tie_word_embeddings": False,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 100,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
     "torch_dtype": "bfloat16",
-}  # fmt: skip
+}
 LATENT = {"kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
 EXPERTS = {
-    "n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
-    "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "num_nextn_predict_layers": 0,
-}  # fmt: skip
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_nextn_predict_layers": 0,
+}
 MROPE = {
-    "rope_theta": 1e6, "use_sliding_window": False, "sliding_window": 32768, "max_window_layers": 28,
-    "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}, "vision_config": {"depth": 2},
-}  # fmt: skip
+    "rope_theta": 1e6,
+    "use_sliding_window": False,
+    "sliding_window": 32768,
+    "max_window_layers": 28,
+    "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]},
+    "vision_config": {"depth": 2},
+}
 KIMI = {
-    "architectures": ["DeepseekV3ForCausalLM"], "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"},
-    "model_type": "kimi_k2", **SIZES, **LATENT, **EXPERTS,
-}  # fmt: skip
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"},
+    "model_type": "kimi_k2",
+    **SIZES,
+    **LATENT,
+    **EXPERTS,
+}
 PART = 'has a text model of kind "{}" inside a {} model, and transformers has no causal language model for this part'
 
 
@@ -83,7 +103,8 @@ FORMS: dict[str, tuple[dict[str, Any], str]] = {
     "Qwen2.5 Omni": (omni("qwen2_5_omni"), ""),
     "Qwen3 Omni": (omni("qwen3_omni_moe"), "a qwen3_omni_moe_thinker model, whose text part is not compared"),
     "Voxtral Realtime": (
-        inside("voxtral_realtime", "voxtral_realtime_text"), "a voxtral_realtime model, whose text part is not compared"
+        inside("voxtral_realtime", "voxtral_realtime_text"),
+        "a voxtral_realtime model, whose text part is not compared",
     ),
     "an unknown text part": (inside("future_vl", "future_text"), PART.format("future_text", "future_vl")),
     "T5": (
@@ -102,7 +123,7 @@ FORMS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "null as quantization": ({"model_type": "llama", **SIZES, "quantization_config": None}, ""),
     "empty quantization": ({"model_type": "llama", **SIZES, "quantization_config": {}}, ""),
-}  # fmt: skip
+}
 
 
 def save(folder: Path, content: dict[str, Any]) -> Path:
@@ -177,21 +198,19 @@ def test_text_models_beside_other_parts_have_the_names_of_a_text_model(tmp_path:
     loading.check_model(inspect(tmp_path), num_ranks=2)
 
 
-FLOATS = {
-    "num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False,
-}  # fmt: skip
+FLOATS = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False}
 OLD_NAME = {
     "compression_config": {
-        "format": "float-quantized", "ignore": ["lm_head"], "quantization_status": "frozen",
+        "format": "float-quantized",
+        "ignore": ["lm_head"],
+        "quantization_status": "frozen",
         "config_groups": {"group_0": {"targets": ["Linear"], "weights": FLOATS, "input_activations": None}},
     }
-}  # fmt: skip
+}
 LONE_FILE = {"bits": 4, "group_size": 128, "damp_percent": 0.01, "desc_act": False, "sym": True}
 
 
-@pytest.mark.parametrize(("content", "file", "method"), [
-    (OLD_NAME, {}, "compressed-tensors"), ({}, LONE_FILE, "gptq"),
-])  # fmt: skip
+@pytest.mark.parametrize(("content", "file", "method"), [(OLD_NAME, {}, "compressed-tensors"), ({}, LONE_FILE, "gptq")])
 def test_a_quantization_in_another_place_is_found(
     content: dict[str, Any], file: dict[str, Any], method: str, tmp_path: Path
 ) -> None:
@@ -210,9 +229,18 @@ def test_a_quantization_in_another_place_is_found(
 def test_a_file_with_one_dense_matrix_of_a_product_is_refused_by_plans_too(tmp_path: Path) -> None:
     need("eight_bits")
     dense = ["lm_head", "model.layers.1.self_attn.k_proj"]
-    save(tmp_path, {"model_type": "llama", **SIZES, "quantization_config": {
-        **OLD_NAME["compression_config"], "quant_method": "compressed-tensors", "ignore": dense,
-    }})  # fmt: skip
+    save(
+        tmp_path,
+        {
+            "model_type": "llama",
+            **SIZES,
+            "quantization_config": {
+                **OLD_NAME["compression_config"],
+                "quant_method": "compressed-tensors",
+                "ignore": dense,
+            },
+        },
+    )
     found = read_stored_format(tmp_path, read_config(tmp_path)[0])
     assert found
     assert found.problem == "some of q_proj, k_proj, v_proj alone, in layer 1"

@@ -144,7 +144,7 @@ def test_a_draft_that_runs_ahead_goes_back_behind_all_that_was_in_flight(
     assert [done.accepted_lengths for done in again] == [done.accepted_lengths for done in mixed]
 
 
-def kept_by(runner: Any) -> list[torch.Tensor]:  # noqa: ANN401
+def kept_by(runner: Any) -> list[torch.Tensor]:
     """The states behind the last tokens, and the saved ones."""
     return [
         each

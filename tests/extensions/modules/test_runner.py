@@ -18,9 +18,20 @@ from tests.unit.models.llama.test_decoder import Library, ragged_rounds, random_
 
 SavedModels = Callable[[str], Saved]
 FAMILIES = (
-    "llama", "gpt_neox", "qwen2", "qwen3", "phi", "gemma", "gpt2", "mistral", "qwen2, windows", "qwen3, windows",
-    "gemma2", "gemma3_text", "gpt_neo",
-)  # fmt: skip
+    "llama",
+    "gpt_neox",
+    "qwen2",
+    "qwen3",
+    "phi",
+    "gemma",
+    "gpt2",
+    "mistral",
+    "qwen2, windows",
+    "qwen3, windows",
+    "gemma2",
+    "gemma3_text",
+    "gpt_neo",
+)
 # Largest difference of fp32 logits of size 3 between two orders of the same sums.
 TOLERANCE = 2e-5
 

@@ -16,10 +16,20 @@ from tests.helpers.models import build_checkpoint, tiny_config
 
 BIASED = {"attention_bias": True, "mlp_bias": True, "attention_out_bias": True}
 KINDS = [
-    ("llama", {}), ("llama", BIASED), ("llama", {"tie_word_embeddings": True}), ("mistral", BIASED), ("qwen2", {}),
-    ("qwen3", {}), ("qwen3", BIASED), ("phi3", {}), ("ministral", BIASED), ("cwm", {}), ("cwm", BIASED),
-    ("seed_oss", BIASED), ("seed_oss", dict.fromkeys(BIASED, False)),
-]  # fmt: skip
+    ("llama", {}),
+    ("llama", BIASED),
+    ("llama", {"tie_word_embeddings": True}),
+    ("mistral", BIASED),
+    ("qwen2", {}),
+    ("qwen3", {}),
+    ("qwen3", BIASED),
+    ("phi3", {}),
+    ("ministral", BIASED),
+    ("cwm", {}),
+    ("cwm", BIASED),
+    ("seed_oss", BIASED),
+    ("seed_oss", dict.fromkeys(BIASED, False)),
+]
 
 
 @pytest.mark.parametrize(("family", "changes"), KINDS)

@@ -29,9 +29,18 @@ from tests.unit.models.conftest import Saved
 
 SavedModels = Callable[[str], Saved]
 FAMILIES = (
-    "llama", "gpt_neox", "qwen2", "qwen3", "phi", "gemma", "mistral", "qwen2, windows", "gemma2", "gemma3_text",
+    "llama",
+    "gpt_neox",
+    "qwen2",
+    "qwen3",
+    "phi",
+    "gemma",
+    "mistral",
+    "qwen2, windows",
+    "gemma2",
+    "gemma3_text",
     "gpt_neo",
-)  # fmt: skip
+)
 
 
 NONE, EMBEDDING, ATTENTION = WholeParts
@@ -118,10 +127,13 @@ def test_sinks_biases_of_experts_and_heads_of_latents_are_cut(
 @pytest.mark.parametrize(
     ("family", "quantization", "load"),
     [
-        ("mixtral", "none", load_model), ("mixtral", "none", load_modules), ("gpt_oss", "none", load_modules),
-        ("gpt_oss", "int8_weight_only", load_modules), ("deepseek_v3", "int8_weight_only", load_modules),
+        ("mixtral", "none", load_model),
+        ("mixtral", "none", load_modules),
+        ("gpt_oss", "none", load_modules),
+        ("gpt_oss", "int8_weight_only", load_modules),
+        ("deepseek_v3", "int8_weight_only", load_modules),
     ],
-)  # fmt: skip
+)
 def test_experts_that_are_spread_compute_what_cut_ones_do(
     saved: SavedModels, family: str, quantization: str, load: Callable[..., Any]
 ) -> None:

@@ -37,7 +37,7 @@ from tests.helpers.tokenizers import save_tokenizer
 QUICK = ("Qwen2-VL", "Qwen3-VL-MoE", "Mistral 3", "InternVL, llm_config")
 
 
-def compare_library(folder: Path, model: Any) -> None:  # noqa: ANN401
+def compare_library(folder: Path, model: Any) -> None:
     save_tokenizer(folder, VOCAB_SIZE)
     planned = plan(folder, hardware="8xh200", num_gpus=1, dtype="fp32", prompt_tokens=32, max_new_tokens=NUM_TOKENS)
     assert not planned.refusals
@@ -48,9 +48,10 @@ def compare_library(folder: Path, model: Any) -> None:  # noqa: ANN401
 
 
 @pytest.mark.seconds
-@pytest.mark.parametrize(("name", "num_ranks"), [
-    *((name, 2) if name in QUICK else heavy(name, 2) for name in LAYOUTS), *(heavy(name, 4) for name in LAYOUTS)
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "num_ranks"),
+    [*((name, 2) if name in QUICK else heavy(name, 2) for name in LAYOUTS), *(heavy(name, 4) for name in LAYOUTS)],
+)
 def test_a_published_layout_has_one_verdict_and_the_texts_of_the_whole_model(
     name: str, num_ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -91,8 +92,15 @@ def test_a_head_is_tied_if_none_is_stored_whatever_both_configs_say(is_tied: boo
 
 
 def test_the_outer_config_says_whether_a_plan_counts_a_head(tmp_path: Path) -> None:
-    text = {"model_type": "llama", "tie_word_embeddings": False, "hidden_size": 64, "intermediate_size": 96,
-            "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 90}  # fmt: skip
+    text = {
+        "model_type": "llama",
+        "tie_word_embeddings": False,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "vocab_size": 90,
+    }
     for outer, is_tied in ({}, False), ({"tie_word_embeddings": True}, True):
         (tmp_path / CONFIG_FILE).write_text(json.dumps({"model_type": "mistral3", "text_config": text} | outer))
         assert (inventory(read_config(tmp_path)[0]).head is None) == is_tied
@@ -119,9 +127,10 @@ def test_experts_that_are_stored_the_other_way_round_are_read_in_parts(tmp_path:
 
 def test_a_folder_of_images_alone_is_refused_by_a_sentence(tmp_path: Path) -> None:
     save_layout(tmp_path, LAYOUTS["LLaVA"])
-    edit_tensors(tmp_path / "model.safetensors", lambda found: [
-        found.pop(name) for name in list(found) if "language_model" in name
-    ])  # fmt: skip
+    edit_tensors(
+        tmp_path / "model.safetensors",
+        lambda found: [found.pop(name) for name in list(found) if "language_model" in name],
+    )
     said = refusal(lambda: check_model(inspect(tmp_path), num_ranks=1))
     assert "lacks" in said
     assert "tensors that its config.json calls for" in said

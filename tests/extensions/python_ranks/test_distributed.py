@@ -35,8 +35,13 @@ def test_the_cells_of_the_notebook_run_without_standard_input_and_in_any_tmpdir(
     (far := tmp_path / ("x" * 120)).mkdir()
     ended = subprocess.run(
         ["sh", "-c", 'exec "$@" <&-', "sh", sys.executable, "-c", _KERNEL, NOTEBOOK],
-        cwd=tmp_path, env=environment({"TMPDIR": str(far)}), capture_output=True, text=True, timeout=240, check=False,
-    )  # fmt: skip
+        cwd=tmp_path,
+        env=environment({"TMPDIR": str(far)}),
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
     assert (ended.returncode, ended.stderr) == (0, "")
     first, second = ended.stdout.splitlines()
     assert re.fullmatch(r"\(True, \d+, 48\)", first)
@@ -106,9 +111,10 @@ def test_a_pair_on_ranks_of_its_own_survives_mistakes_and_leaves_no_process(tmp_
         out, err = notebook.communicate(timeout=120)
     [wanted] = load("tiny", "tiny-draft").generate("import os\n", max_new_tokens=12, seed=1)
     assert said[:3] == [
-        "ZeroDivisionError: \n", "KeyboardInterrupt: \n",
+        "ZeroDivisionError: \n",
+        "KeyboardInterrupt: \n",
         "ConfigError: temperature=-1.0 must be 0 (greedy) or at least 1e-06, for example 0.8\n",
-    ]  # fmt: skip
+    ]
     assert said[4] == f"{wanted.token_ids}\n"
     assert len({*said[4:8]}) == 4, "three updates"
     assert said[8] == "model must be tensors by name, as of state_dict(), and 'x' has none\n"

@@ -50,6 +50,11 @@ def test_every_argument_goes_to_ranks_of_their_own(monkeypatch: pytest.MonkeyPat
     assert calls["load"].keys() == inspect.signature(load).parameters.keys() - {"ranks"}
     given = {name: value for name, value in calls["load"].items() if value is not None}
     assert given == {
-        "model": "tiny", "draft": {"kind": "self", "layers": [0, 2]}, "device": "auto", "tokenizer": "same",
-        "placement": "sharded", "spare_rows": 3, "reproducible": False,
-    }  # fmt: skip
+        "model": "tiny",
+        "draft": {"kind": "self", "layers": [0, 2]},
+        "device": "auto",
+        "tokenizer": "same",
+        "placement": "sharded",
+        "spare_rows": 3,
+        "reproducible": False,
+    }

@@ -169,8 +169,11 @@ def test_names_from_records_cannot_become_markup(is_one: bool) -> None:
 def test_runs_csv_has_a_row_for_each_run_with_its_settings_and_intervals() -> None:
     rows = read_csv(simulated_sweep(random.Random(0)))
     assert [(row["run"], row["sampling.temperature"], row["speculation.num_draft_tokens"]) for row in rows] == [
-        ("sweep/0", "0.0", "2"), ("sweep/1", "0.0", "4"), ("sweep/2", "1.0", "2"), ("sweep/3", "1.0", "4"),
-    ]  # fmt: skip
+        ("sweep/0", "0.0", "2"),
+        ("sweep/1", "0.0", "4"),
+        ("sweep/2", "1.0", "2"),
+        ("sweep/3", "1.0", "4"),
+    ]
     for row in rows:
         for name in ("plain_ms_per_token", "speculative_ms_per_token", "speedup", "acceptance"):
             assert float(row[f"{name}_low"]) < float(row[name]) < float(row[f"{name}_high"])

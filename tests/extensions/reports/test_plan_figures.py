@@ -34,7 +34,7 @@ def _plan(target: str, draft: str | None, *, num_ranks: int) -> Plan:
     return make_plan(make_spec(target, draft, num_ranks=num_ranks), hardware.load("p4d_24xlarge"))
 
 
-def searches() -> Any:  # noqa: ANN401 - a module of an extension that may be missing
+def searches() -> Any:
     return module_of("advice.search")
 
 

@@ -11,9 +11,14 @@ from tests.helpers.tokenizers import save_tokenizer
 
 pytestmark = [pytest.mark.distributed(2), pytest.mark.heavy]
 SETTINGS = [
-    "task=generate", "num_samples=3", "prompt=def f(x):", "max_new_tokens=24", "model.dtype=fp32", "batch_size=64",
+    "task=generate",
+    "num_samples=3",
+    "prompt=def f(x):",
+    "max_new_tokens=24",
+    "model.dtype=fp32",
+    "batch_size=64",
     "draft=self",
-]  # fmt: skip
+]
 DRAFTS = {
     "window": ["draft.window=8", "draft.sinks=2"],
     "layers, rows enough for draws over shards": ["draft.layers=8", "num_samples=64"],
@@ -57,9 +62,15 @@ def test_a_copy_of_layers_on_library_modules_writes_the_greedy_text_of_plain_dec
     build_checkpoint(tmp_path / "model", kind, num_hidden_layers=4)
     save_tokenizer(tmp_path / "model", VOCAB_SIZE)
     words = [
-        "task=generate", "model=local", f"model.path={tmp_path}/model", "model.dtype=fp32", "sampling=greedy",
-        "prompt=t5 t9 t3 t14", "max_new_tokens=24", "ignore_eos=true",
-    ]  # fmt: skip
+        "task=generate",
+        "model=local",
+        f"model.path={tmp_path}/model",
+        "model.dtype=fp32",
+        "sampling=greedy",
+        "prompt=t5 t9 t3 t14",
+        "max_new_tokens=24",
+        "ignore_eos=true",
+    ]
     found = []
     for draft in (["draft=none"], ["draft=self", "draft.quantization=int8_weight_only"]):
         for number in (1, 2):

@@ -48,18 +48,18 @@ def _short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def decode(
-    target: Any,  # noqa: ANN401 - a runner with parts
+    target: Any,
     draft: SelfConfig | None,
     seen: Seen | None = None,
-    copied: Any = None,  # noqa: ANN401
+    copied: Any = None,
     **how: Any,
 ) -> list[RowCompletion]:
-    def make_drafter(rule: Any) -> Any:  # noqa: ANN401 - any rule
+    def make_drafter(rule: Any) -> Any:
         sizes: Any = {"num_draft_tokens": NUM_DRAFTED, "vocab_size": target.vocab_size, "prepared": copied}
         drafter: Any = SelfDrafter(parts_of(target=target, config=draft, rule=rule, **sizes))
         propose = drafter.propose
 
-        def watched(rows: Rows, **named: Any) -> Any:  # noqa: ANN401
+        def watched(rows: Rows, **named: Any) -> Any:
             texts = [ids[:length].tolist() for ids, length in zip(rows.tokens_BS, rows.lengths_B, strict=True)]
             go_on_B = rows.lengths_B < rows.limits_B
             found = propose(rows, **named)
@@ -72,20 +72,25 @@ def decode(
         return drafter
 
     decoder = make_decoder(
-        target, None, make_drafter=make_drafter if draft else None, num_draft_tokens=NUM_DRAFTED, replay=False,
-        batch_size=2, **how,
-    )  # fmt: skip
+        target,
+        None,
+        make_drafter=make_drafter if draft else None,
+        num_draft_tokens=NUM_DRAFTED,
+        replay=False,
+        batch_size=2,
+        **how,
+    )
     change_runs(decoder, reuses=True)
     return complete(decoder, requests_of(PROMPTS, 12))
 
 
-def pass_over(_layer: Any, args: tuple[Any, ...], options: dict[str, Any], output: Any) -> Any:  # noqa: ANN401
+def pass_over(_layer: Any, args: tuple[Any, ...], options: dict[str, Any], output: Any) -> Any:
     before = args[0] if args else options["hidden_states"]
     return (before, *output[1:]) if isinstance(output, tuple) else before
 
 
 @torch.inference_mode()
-def check_law(library: Any, seen: Seen, num_layers: int) -> None:  # noqa: ANN401
+def check_law(library: Any, seen: Seen, num_layers: int) -> None:
     """Of the first layers: what these keep of a text does not depend on the others, so a forward has no cache."""
     layers = next(module for module in library.modules() if isinstance(module, torch.nn.ModuleList))
     hooks = [layer.register_forward_hook(pass_over, with_kwargs=True) for layer in layers[num_layers:]]
@@ -118,7 +123,7 @@ def test_layers_of_any_family_draft_with_their_own_law(kind: str, tmp_path: Path
 
 
 @torch.inference_mode()
-def check_law_of_copy(library: Any, other: Any, seen: Seen) -> None:  # noqa: ANN401
+def check_law_of_copy(library: Any, other: Any, seen: Seen) -> None:
     """Of the other model's layers over what the library's have kept of a text."""
     (name, own), (_, others) = layers_of(library), layers_of(other)
     for text, ids_K, law_TV in seen:

@@ -27,9 +27,12 @@ WAYS: dict[str, dict[str, Any]] = {
     "some layers, window": {"window": 4, "sinks": 0, "layers": [0, 2]},
     "a copy in few bits": {"quantization": "int4_weight_only"},
     "a copy of some layers, window": {
-        "quantization": "int4_weight_only", "layers": [0, 2], "window": 4, "sinks": 1,
+        "quantization": "int4_weight_only",
+        "layers": [0, 2],
+        "window": 4,
+        "sinks": 1,
     },
-}  # fmt: skip
+}
 LONG, SHORT = (1, 0, 1, 1, 0, 0, 1, 0), (1, 0, 1, 1)
 """Texts beyond a window and its first tokens, and within them: rounds go on across the edge."""
 
@@ -39,7 +42,7 @@ def rounds_of(way: str, rule_name: str, *, num_drafted: int, vocab_size: int) ->
     target = LayeredTables(vocab_size=vocab_size)
     copied = target.rounded() if draft.quantization else None
 
-    def make(target: LayeredTables, rule: Rule, *, batch_size: int, num_slots: int) -> Any:  # noqa: ANN401
+    def make(target: LayeredTables, rule: Rule, *, batch_size: int, num_slots: int) -> Any:
         sizes: dict[str, Any] = {"num_draft_tokens": num_drafted, "vocab_size": vocab_size}
         target.allocate(batch_size=batch_size, capacity=num_slots)
         drafter = SelfDrafter(parts_of(target=target, config=draft, rule=rule, prepared=copied, **sizes))
@@ -102,7 +105,7 @@ def test_a_fault_of_the_small_cache_would_be_found(is_late: bool, monkeypatch: p
     """A window that is one token late changes drafts, and one that leaves a trace in the target's cache the text."""
     fill = _Window.fill
 
-    def faulty(self: Any, lengths_B1: Tensor, rows_B: Tensor | None) -> Tensor:  # noqa: ANN401
+    def faulty(self: Any, lengths_B1: Tensor, rows_B: Tensor | None) -> Tensor:
         for layer in () if is_late else self._target.cache.in_rows():
             layer[:, :, 2] += 1.0
         return fill(self, lengths_B1 - int(is_late), rows_B)

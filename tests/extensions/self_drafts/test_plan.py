@@ -44,9 +44,16 @@ SAID_OF_LONG_TEXTS = (
     "draft.window=512 a gain from an acceptance of . on and draft=self draft.layers=16 a gain"
 )
 SIZES_OF_7B = (
-    "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size",
-    "vocab_size", "max_position_embeddings", "tie_word_embeddings",
-)  # fmt: skip
+    "num_hidden_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "intermediate_size",
+    "vocab_size",
+    "max_position_embeddings",
+    "tie_word_embeddings",
+)
 SPEC: dict[str, Any] = {"batch_size": 8, "prompt_tokens": 8000, "max_new_tokens": 100, "num_draft_tokens": 3}
 
 
@@ -97,7 +104,7 @@ def on_meta() -> WeightsInMemory:
     parameters = dict(model.named_parameters())
     return WeightsInMemory(
         name="7B", folder=Path("7B"), config=config, shape=shape, parameters=parameters, generation={}
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize("cache_dtype", [OWN_DTYPE, "int8"])
@@ -147,8 +154,10 @@ def test_two_ranks_send_the_sums_of_each_step() -> None:
 
 def test_a_second_copy_takes_the_weights_of_its_layers_and_a_step_reads_these() -> None:
     none, copied, some = (
-        costs(layers=32), costs(quantization="int8_weight_only"), costs(quantization="int8_weight_only", layers=16)
-    )  # fmt: skip
+        costs(layers=32),
+        costs(quantization="int8_weight_only"),
+        costs(quantization="int8_weight_only", layers=16),
+    )
     plans = [memory(each.spec, H100)[0] for each in (none, copied, some)]
     of_layer = 4 * 4096**2 + 3 * 4096 * 11008
     assert plans[0].draft_weights_bytes == 0
@@ -180,7 +189,7 @@ def test_the_bytes_of_a_second_copy_are_those_that_are_loaded(family: str, tmp_p
         (30_000, "llama3_1B", "keys and values: model.cache_dtype=int8 .", "draft=self"),
         (500, None, "", "keys and values"),
     ],
-)  # fmt: skip
+)
 def test_a_plan_of_long_texts_says_what_gains(prompt: int, draft: str | None, said: str, unsaid: str) -> None:
     spec = make_spec("llama3_8B", draft, batch_size=16, prompt_tokens=prompt, max_new_tokens=500)
     notes = " | ".join(make_plan(spec, H100).notes)

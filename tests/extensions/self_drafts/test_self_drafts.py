@@ -87,11 +87,11 @@ def target(folder: Path) -> LeanRunner:
 
 
 @pytest.fixture(scope="module")
-def library(folder: Path) -> Any:  # noqa: ANN401 - a model of transformers
+def library(folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
 
 
-def copy_of(target: LeanRunner, draft: SelfConfig) -> Any:  # noqa: ANN401 - a runner, or none
+def copy_of(target: LeanRunner, draft: SelfConfig) -> Any:
     """The second copy that a draft asks for, as runs load it."""
     copied = drafters()["self"].copies(draft, target.num_layers)
     if not copied:
@@ -104,29 +104,38 @@ def copy_of(target: LeanRunner, draft: SelfConfig) -> Any:  # noqa: ANN401 - a r
 
 
 def decode(
-    target: LeanRunner, draft: SelfConfig, *, num_new: int = 16, prompts: Sequence[tuple[int, ...]] = PROMPTS,
+    target: LeanRunner,
+    draft: SelfConfig,
+    *,
+    num_new: int = 16,
+    prompts: Sequence[tuple[int, ...]] = PROMPTS,
     **how: Any,
-) -> list[RowCompletion]:  # fmt: skip
+) -> list[RowCompletion]:
     """Decode with the target as its own draft; for other arguments see `decoder_of`."""
     return complete(decoder_of(target, draft, **how), requests_of(prompts, num_new))
 
 
 def decoder_of(
-    target: LeanRunner, draft: SelfConfig, *, seen: Seen | None = None, tree: str | None = None,
-    choices: Sequence[DraftChoice] = (), **how: Any,
-) -> Decoder:  # fmt: skip
+    target: LeanRunner,
+    draft: SelfConfig,
+    *,
+    seen: Seen | None = None,
+    tree: str | None = None,
+    choices: Sequence[DraftChoice] = (),
+    **how: Any,
+) -> Decoder:
     """A decoder with the target as its own draft; `seen` takes its drafts, round by round."""
     shape = tree_of(tree)
     num_drafted = shape.num_drafted if shape else NUM_DRAFTED
 
-    def make_drafter(rule: Any) -> Any:  # noqa: ANN401 - any rule
+    def make_drafter(rule: Any) -> Any:
         sizes: Any = {"num_draft_tokens": num_drafted, "vocab_size": target.vocab_size}
         copied = copy_of(target, draft)
         parts = parts_of(target=target, config=draft, rule=rule, tree=tree, prepared=copied, **sizes)
         drafter: Any = SelfDrafter(parts)
         propose = drafter.propose
 
-        def watched(rows: Any, **named: Any) -> Any:  # noqa: ANN401
+        def watched(rows: Any, **named: Any) -> Any:
             texts = [ids[:length].tolist() for ids, length in zip(rows.tokens_BS, rows.lengths_B, strict=True)]
             found = propose(rows, **named)
             assert seen is not None
@@ -138,16 +147,14 @@ def decoder_of(
         return drafter
 
     given = {"temperature": TEMPERATURE, "replay": seen is None, "batch_size": 2} | how
-    decoder = make_decoder(
-        target, None, make_drafter=make_drafter, tree=tree, num_draft_tokens=num_drafted, **given
-    )  # fmt: skip
+    decoder = make_decoder(target, None, make_drafter=make_drafter, tree=tree, num_draft_tokens=num_drafted, **given)
     change_runs(decoder, reuses=True)
     if choices:
         decoder.length = ScriptedLength(choices)
     return decoder
 
 
-def in_8_bits(layers: Any) -> Any:  # noqa: ANN401 - modules
+def in_8_bits(layers: Any) -> Any:
     """The layers with weights that are rounded to 8 bits, row by row."""
     layers = deepcopy(layers)
     for module in layers.modules():
@@ -158,7 +165,7 @@ def in_8_bits(layers: Any) -> Any:  # noqa: ANN401 - modules
 
 
 @torch.inference_mode()
-def logits_after(library: Any, draft: SelfConfig, text: list[int], drafted: list[int]) -> Tensor:  # noqa: ANN401
+def logits_after(library: Any, draft: SelfConfig, text: list[int], drafted: list[int]) -> Tensor:
     """The logits of transformers' model over what is left of the cache that the whole model has made of the text."""
     cache, num_read, layers = DynamicCache(), len(text) - 1, library.model.layers
     library(torch.tensor([text[:-1]]), past_key_values=cache)
@@ -177,9 +184,11 @@ def logits_after(library: Any, draft: SelfConfig, text: list[int], drafted: list
         library.model.layers = torch.nn.ModuleList([used[place] for place in chosen])
         library.config.num_hidden_layers = len(chosen)
         found = library(
-            ids, position_ids=torch.arange(num_read, num_read + number)[None], past_key_values=cache,
+            ids,
+            position_ids=torch.arange(num_read, num_read + number)[None],
+            past_key_values=cache,
             attention_mask=mask,
-        )  # fmt: skip
+        )
     finally:
         library.model.layers, library.config.num_hidden_layers = layers, len(layers)
     logits_V: Tensor = found.logits[0, -1].double()
@@ -194,7 +203,7 @@ def test_every_draft_has_the_law_of_the_layers_over_what_they_see(
     name: str,
     tree: str | None,
     target: LeanRunner,
-    library: Any,  # noqa: ANN401
+    library: Any,
 ) -> None:
     """After rounds of any outcome and rounds without drafts, in rows shorter and longer than the window."""
     draft, seen = SelfConfig(kind="self", **WAYS[name]), Seen()
@@ -215,13 +224,18 @@ def test_every_draft_has_the_law_of_the_layers_over_what_they_see(
 
 
 @pytest.mark.seconds
-@pairs(name=[*WAYS], rule_name=["speculative", "coupled"], tree=[None, "2x2x1"], replay=[True, FakeRecorder()],
-       where=lambda rule_name, tree, **_: tree is None or rule_name == "speculative")  # fmt: skip
+@pairs(
+    name=[*WAYS],
+    rule_name=["speculative", "coupled"],
+    tree=[None, "2x2x1"],
+    replay=[True, FakeRecorder()],
+    where=lambda rule_name, tree, **_: tree is None or rule_name == "speculative",
+)
 def test_greedy_and_coupled_texts_are_those_of_plain_decoding(
     name: str,
     rule_name: str,
     tree: str | None,
-    replay: Any,  # noqa: ANN401
+    replay: Any,
     target: LeanRunner,
 ) -> None:
     temperature = 0.9 if rule_name == "coupled" else 0.0

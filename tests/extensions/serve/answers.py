@@ -79,7 +79,7 @@ def is_read_at_every_cut(text: str, wanted: Read, thoughts: Thoughts, tools: Too
     return all(read(pieces, thoughts, tools) == wanted for pieces in ([text], [*text], *cut))
 
 
-def offered(tokenizer: Any) -> Tools:  # noqa: ANN401 - of any library
+def offered(tokenizer: Any) -> Tools:
     """The tools of a request that offers the weather."""
     tools = tools_of({"tools": [WEATHER]}, tokenizer)
     assert tools

@@ -33,7 +33,7 @@ class Page:
         for domain in ("Page", "Runtime", "Log"):
             self.call(f"{domain}.enable")
 
-    def call(self, method: str, **params: object) -> Any:  # noqa: ANN401 - JSON
+    def call(self, method: str, **params: object) -> Any:
         """The result of a method of the protocol."""
         number = next(self._numbers)
         os.write(
@@ -61,7 +61,7 @@ class Page:
         self.call("Emulation.setEmulatedMedia", features=[scheme])
         self.call("Page.navigate", url=url)
 
-    def evaluate(self, script: str) -> Any:  # noqa: ANN401 - what the script says
+    def evaluate(self, script: str) -> Any:
         """The value of a script."""
         found = self.call("Runtime.evaluate", expression=script, returnByValue=True)
         return found["result"].get("value")
@@ -109,9 +109,10 @@ def main(file: Path) -> None:
 
     asked = "prompt=def%20factorial(n):%0A&max_tokens=64&temperature=0.6&seed=5"
     with (
-        serving(load("tiny", "tiny-draft")) as server, tempfile.TemporaryDirectory() as folder,
+        serving(load("tiny", "tiny-draft")) as server,
+        tempfile.TemporaryDirectory() as folder,
         browser(Path(folder)) as page,
-    ):  # fmt: skip
+    ):
         page.open(f"http://127.0.0.1:{server.port}/?{asked}", width=1180, height=780)
         page.wait_for("document.readyState === 'complete' && document.body.dataset.done")
         page.evaluate("document.querySelectorAll('#speculative .token')[6].focus()")

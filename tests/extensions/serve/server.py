@@ -75,9 +75,8 @@ def serving(
     config = replace(pair.config, task=task, batch_size=batch_size)
     config.timeouts = ServeTimeouts(drain_s=drain_s)
     session: Any = SimpleNamespace(
-        config=config, models=pair.models, world=pair.world, plan=None, folder=None,
-        stop_request=StopRequest(),
-    )  # fmt: skip
+        config=config, models=pair.models, world=pair.world, plan=None, folder=None, stop_request=StopRequest()
+    )
     inbox, is_made = Inbox(task.max_waiting), threading.Event()
 
     def decode() -> None:

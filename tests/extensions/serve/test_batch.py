@@ -29,9 +29,12 @@ from tests.helpers.repository import ROOT
 
 PROMPT = "def factorial(n):\n"
 ASKED: list[dict[str, Any]] = [
-    {"temperature": 0}, {"temperature": 0.7, "seed": 5}, {"temperature": 1.0, "top_p": 0.8, "n": 2},
-    {"temperature": 0.9, "logprobs": 1}, {"temperature": 0.9},
-]  # fmt: skip
+    {"temperature": 0},
+    {"temperature": 0.7, "seed": 5},
+    {"temperature": 1.0, "top_p": 0.8, "n": 2},
+    {"temperature": 0.9, "logprobs": 1},
+    {"temperature": 0.9},
+]
 
 
 def line(custom_id: object, body: object, *, method: str = "POST", url: str = "/v1/completions") -> str:
@@ -40,12 +43,18 @@ def line(custom_id: object, body: object, *, method: str = "POST", url: str = "/
 
 LINES = [line(f"{place}", {"prompt": PROMPT, "max_tokens": 12, **one}) for place, one in enumerate(ASKED)]
 WRONG = {
-    "[]": "custom_id", line(7, {}): "custom_id", line("0", {"prompt": "x"}): "custom_id", "{": "custom_id",
-    line("get", {"prompt": "x"}, method="GET"): "url", line("url", {"prompt": "x"}, url="/v1/embeddings"): "url",
-    line("top_p", {"prompt": "x", "top_p": 7}): "top_p", line("stream", {"prompt": "x", "stream": True}): "stream",
+    "[]": "custom_id",
+    line(7, {}): "custom_id",
+    line("0", {"prompt": "x"}): "custom_id",
+    "{": "custom_id",
+    line("get", {"prompt": "x"}, method="GET"): "url",
+    line("url", {"prompt": "x"}, url="/v1/embeddings"): "url",
+    line("top_p", {"prompt": "x", "top_p": 7}): "top_p",
+    line("stream", {"prompt": "x", "stream": True}): "stream",
     line("chat", {"messages": [{"role": "user", "content": "x"}]}, url="/v1/chat/completions"): "messages",
-    line("body", None): None, line("list", {"prompt": {"a": 1}}): "prompt",
-}  # fmt: skip
+    line("body", None): None,
+    line("list", {"prompt": {"a": 1}}): "prompt",
+}
 
 
 def answered(pair: Pair, folder: Path, lines: Sequence[str], *, stops: bool = False) -> list[dict[str, Any]]:
@@ -58,9 +67,13 @@ def answered(pair: Pair, folder: Path, lines: Sequence[str], *, stops: bool = Fa
     file = folder / "run" / BATCH.output
     with RunFolder(folder / "run", "") as run_folder:
         session: Any = SimpleNamespace(
-            config=config, models=pair.models, world=pair.world, folder=run_folder,
-            stop_request=StopRequest(requested=stops), terminal=SimpleNamespace(line=len, say=len),
-        )  # fmt: skip
+            config=config,
+            models=pair.models,
+            world=pair.world,
+            folder=run_folder,
+            stop_request=StopRequest(requested=stops),
+            terminal=SimpleNamespace(line=len, say=len),
+        )
         complete_batch(session, [])
     return [*map(json.loads, file.read_text().splitlines())]
 
@@ -80,8 +93,11 @@ def test_the_field_of_the_page_is_read_from_outside_the_package(
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(SERVED_FIELDS, "records", SERVED_FIELDS.all())
     bodies: list[dict[str, Any]] = [
-        {"temperature": 0}, {"temperature": 1.3, "greedy": True}, {"greedy": 3}, {"greedy": False}
-    ]  # fmt: skip
+        {"temperature": 0},
+        {"temperature": 1.3, "greedy": True},
+        {"greedy": 3},
+        {"greedy": False},
+    ]
     lines = [line(f"{place}", {"prompt": PROMPT, "max_tokens": 12, **one}) for place, one in enumerate(bodies)]
     [unknown] = [one["response"] for one in answered(pair, tmp_path, lines[1:2])]
     assert unknown["body"]["error"]["message"].startswith("unknown field 'greedy'")
@@ -91,8 +107,11 @@ def test_the_field_of_the_page_is_read_from_outside_the_package(
     assert found["0"]["choices"][0]["text"] == found["1"]["choices"][0]["text"]
     assert found["2"]["error"]["message"] == "greedy must be true or false"
     assert found["3"]["error"] | {"type": ""} == {
-        "message": "greedy=false has no effect: leave it out", "param": "greedy", "type": "", "code": None,
-    }  # fmt: skip
+        "message": "greedy=false has no effect: leave it out",
+        "param": "greedy",
+        "type": "",
+        "code": None,
+    }
 
 
 @pytest.mark.seconds

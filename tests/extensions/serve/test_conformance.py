@@ -145,8 +145,10 @@ def refuses_wrong_messages(server: Server) -> bool:
 
 def has_structures(server: Server) -> bool:
     need("grammars")
-    texts = [first(chat(server, **more))["message"]["content"]
-             for more in ({"guided_choice": ["yes"]}, {"structured_outputs": {"regex": "ab"}})]  # fmt: skip
+    texts = [
+        first(chat(server, **more))["message"]["content"]
+        for more in ({"guided_choice": ["yes"]}, {"structured_outputs": {"regex": "ab"}})
+    ]
     return texts == ["yes", "ab"]
 
 
@@ -210,8 +212,11 @@ def reads_calls_as_meant(server: Server) -> bool:
 def takes_histories(server: Server) -> bool:
     call = {"id": "a", "type": "function", "function": {"name": "weather", "arguments": ""}}
     empty: dict[str, Any] = {"refusal": None, "annotations": [], "audio": None, "function_call": None}
-    messages = [{"role": "user", "content": "x"}, empty | {"role": "assistant", "content": None, "tool_calls": [call]},
-                {"role": "tool", "tool_call_id": "a", "content": ""}]  # fmt: skip
+    messages = [
+        {"role": "user", "content": "x"},
+        empty | {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "a", "content": ""},
+    ]
     tools = [{"type": "function", "function": {"name": "weather", "parameters": None}}]
     with template(server, KINDS["Qwen 3"].template):
         return bool(first(chat(server, messages=messages, tools=tools)))
@@ -274,8 +279,12 @@ def has_dashboards(server: Server) -> bool:
     text(server)
     _, page = server.ask("/metrics")
     times = ("time_to_first_token", "e2e_request_latency", "request_time_per_output_token", "request_queue_time")
-    names = [*(f"vllm:{name}_seconds_bucket" for name in times), "vllm:prompt_tokens_total",
-             "vllm:generation_tokens_total", "vllm:request_success_total"]  # fmt: skip
+    names = [
+        *(f"vllm:{name}_seconds_bucket" for name in times),
+        "vllm:prompt_tokens_total",
+        "vllm:generation_tokens_total",
+        "vllm:request_success_total",
+    ]
     return all(name in page for name in names)
 
 
@@ -283,16 +292,18 @@ HOLDS: dict[tuple[str, str], Check] = {
     ("vLLM, completions", "a streamed text is the whole one"): is_streamed,
     ("vLLM, completions", "`n` texts streamed at once, by `index`"): are_two_streamed,
     ("vLLM, completions", "usage at the end of a stream, in every event, or never"): has_usage_when_asked,
-    ("vLLM, completions", "one seed, one text"): lambda server: len(
-        {first(text(server, seed=4, temperature=1))["text"] for _ in range(2)}
-    ) == 1,
+    ("vLLM, completions", "one seed, one text"): lambda server: (
+        len({first(text(server, seed=4, temperature=1))["text"] for _ in range(2)}) == 1
+    ),
     ("vLLM, completions", "`logit_bias` of 100 decides"): takes_the_bias,
     ("vLLM, completions", "`logprobs=0` and `5`, and an error beyond the most"): has_scores_of_texts,
     ("vLLM, `text_offset`", "each token stands at its offset"): has_offsets,
     ("vLLM, completions", "`echo` with the prompt's log-probabilities"): scores_the_prompt,
     ("vLLM, prompt validation", "texts, token ids, and lists of them"): takes_all_prompts,
-    ("vLLM, prompt validation", "empty lists, mixed lists and ids beyond the vocabulary get status 400"):
-        refuses_wrong_prompts,
+    (
+        "vLLM, prompt validation",
+        "empty lists, mixed lists and ids beyond the vocabulary get status 400",
+    ): refuses_wrong_prompts,
     ("vLLM, prompt validation", "more tokens than the context get status 400"): lambda server: (
         status(server, TEXTS, max_tokens=10**6) == 400
     ),
@@ -304,20 +315,28 @@ HOLDS: dict[tuple[str, str], Check] = {
     ),
     ("vLLM, chats", "`guided_choice` and `structured_outputs` decide the text"): has_structures,
     ("vLLM, chats", "no messages, or messages without a role, get status 400"): refuses_wrong_messages,
-    ("vLLM, reasoning", "thoughts of four kinds of models, whole and at every cut; a call in them is none"):
-        reads_thoughts,
+    (
+        "vLLM, reasoning",
+        "thoughts of four kinds of models, whole and at every cut; a call in them is none",
+    ): reads_thoughts,
     ("vLLM, reasoning", "a template that opens `<think>`, in chats, streams and responses"): thinks_in_the_prompt,
-    ("vLLM, tool parsers", "a doubled mark, a text before a call of Llama 3, and its `arguments`"):
-        reads_calls_as_meant,
+    (
+        "vLLM, tool parsers",
+        "a doubled mark, a text before a call of Llama 3, and its `arguments`",
+    ): reads_calls_as_meant,
     ("OpenAI, chats", "empty arguments, parameters, contents and fields of messages"): takes_histories,
     ("OpenAI, chats", "unknown keys of tools get status 400"): refuses_unknown_keys,
     ("OpenAI, streams", "`usage` is null before the event that has it"): has_null_usage,
     ("OpenAI, responses", "sampling, metadata, instructions and limits are echoed"): echoes_responses,
     ("vLLM, completions", "`return_token_ids`, in streams too"): streams_ids,
-    ("vLLM, completions", "a text ends with its structure, whatever `min_tokens` and `ignore_eos` say"):
-        ends_with_its_structure,
-    ("vLLM, completions", "expressions of many repetitions; what the library cannot make gets status 400"):
-        refuses_what_no_library_makes,
+    (
+        "vLLM, completions",
+        "a text ends with its structure, whatever `min_tokens` and `ignore_eos` say",
+    ): ends_with_its_structure,
+    (
+        "vLLM, completions",
+        "expressions of many repetitions; what the library cannot make gets status 400",
+    ): refuses_what_no_library_makes,
     ("vLLM, tokenize", "`return_token_strs`, `add_special_tokens`, and no unknown field"): tokenizes,
     ("vLLM, metrics", "the names that its dashboards read"): has_dashboards,
     ("llama.cpp", "`response_format` of type `json_object` with a schema"): has_an_object_of_a_schema,
@@ -327,7 +346,7 @@ HOLDS: dict[tuple[str, str], Check] = {
     ("llama.cpp", "several choices for `n`"): lambda server: len(chat(server, n=3, temperature=1)["choices"]) == 3,
     ("llama.cpp", "`response_format` with a schema"): has_a_schema,
     ("llama.cpp", "health, metrics and models"): counts_with_requests,
-}  # fmt: skip
+}
 REFUSED: dict[tuple[str, str], tuple[str, dict[str, Any]]] = {
     ("vLLM, completions", "`prompt_logprobs`"): (TEXTS, {"prompt_logprobs": 1}),
     ("vLLM, completions", "`allowed_token_ids`"): (TEXTS, {"allowed_token_ids": [1]}),
@@ -339,7 +358,7 @@ REFUSED: dict[tuple[str, str], tuple[str, dict[str, Any]]] = {
     ("llama.cpp", "`grammar`, as GBNF"): (CHATS, {"grammar": 'root ::= "a"'}),
     ("llama.cpp", "`cache_prompt`"): (TEXTS, {"cache_prompt": True}),
     ("llama.cpp", "`mirostat`"): (TEXTS, {"mirostat": 1}),
-}  # fmt: skip
+}
 
 
 @pytest.mark.seconds

@@ -27,9 +27,12 @@ from tests.helpers.starters import run_program
 
 PROMPTS = ["def factorial(n):\n", "import os\n", "class Stack:\n", "for i in range("]
 KINDS: list[dict[str, Any]] = [
-    {"temperature": 0}, {"temperature": 0.7, "top_p": 0.8}, {"temperature": 1.0, "top_k": 9},
-    {"temperature": 1.3, "logprobs": 1}, {"temperature": 0.9, "frequency_penalty": 0.5},
-]  # fmt: skip
+    {"temperature": 0},
+    {"temperature": 0.7, "top_p": 0.8},
+    {"temperature": 1.0, "top_k": 9},
+    {"temperature": 1.3, "logprobs": 1},
+    {"temperature": 0.9, "frequency_penalty": 0.5},
+]
 MIXED = [
     {"prompt": PROMPTS[place % 4], "max_tokens": 8 + place % 9, "seed": place, **KINDS[place % 5]}
     for place in range(200)
@@ -141,10 +144,12 @@ def test_lines_that_fail_end_alone_on_all_ranks(num_ranks: int, tmp_path: Path) 
     of_one: dict[str, dict[str, Any]] = {"one rank": {"prompt": [8, 9, 11]}} if num_ranks > 1 else {}
 
     def answers(name: str, bodies: dict[str, dict[str, Any]], code: int = 0) -> dict[str, tuple[int, Any]]:
-        (tmp_path / f"{name}.jsonl").write_text("\n".join(
-            json.dumps({"custom_id": custom_id, "method": "POST", "url": "/v1/completions", "body": body})
-            for custom_id, body in bodies.items()
-        ))  # fmt: skip
+        (tmp_path / f"{name}.jsonl").write_text(
+            "\n".join(
+                json.dumps({"custom_id": custom_id, "method": "POST", "url": "/v1/completions", "body": body})
+                for custom_id, body in bodies.items()
+            )
+        )
         words = ["task=generate", f"ranks={num_ranks}", "batch_size=3", f"prompts={name}.jsonl", f"run_dir={name}"]
         path = os.pathsep.join([str(tmp_path), str(ROOT)])
         done = run_program("run", *words, cwd=tmp_path, more={PLUGINS: "faulty", "PYTHONPATH": path})

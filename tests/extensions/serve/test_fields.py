@@ -122,9 +122,13 @@ def test_the_openai_package_gets_responses(server: Server, streams: bool) -> Non
 
     with openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="none", max_retries=0) as client:
         asked: dict[str, Any] = {
-            "model": "gpt-4o", "input": "def f", "instructions": "code", "max_output_tokens": 16, "temperature": 0,
+            "model": "gpt-4o",
+            "input": "def f",
+            "instructions": "code",
+            "max_output_tokens": 16,
+            "temperature": 0,
             "reasoning": {"effort": "low"},
-        }  # fmt: skip
+        }
         messages = [{"role": "system", "content": "code"}, {"role": "user", "content": "def f"}]
         chat = client.chat.completions.create(
             model="other",
@@ -150,11 +154,14 @@ def test_the_openai_package_gets_responses(server: Server, streams: bool) -> Non
 @pytest.mark.parametrize(
     ("body", "param"),
     [
-        ({"num_draft_tokens": -1}, "num_draft_tokens"), ({"num_draft_tokens": 2, "speculative": False}, "speculative"),
-        ({"min_tokens": 41}, "min_tokens"), ({"stop_token_ids": ["x"]}, "stop_token_ids"),
-        ({"stop_token_ids": [*range(17)]}, "stop_token_ids"), ({"model": "gpt-5"}, "model"),
+        ({"num_draft_tokens": -1}, "num_draft_tokens"),
+        ({"num_draft_tokens": 2, "speculative": False}, "speculative"),
+        ({"min_tokens": 41}, "min_tokens"),
+        ({"stop_token_ids": ["x"]}, "stop_token_ids"),
+        ({"stop_token_ids": [*range(17)]}, "stop_token_ids"),
+        ({"model": "gpt-5"}, "model"),
     ],
-)  # fmt: skip
+)
 def test_a_wrong_value_is_refused_by_its_name(server: Server, body: dict[str, Any], param: str) -> None:
     status, answer = server.ask("/v1/completions", ASKED | body)
     assert status in {400, 404}
@@ -164,15 +171,19 @@ def test_a_wrong_value_is_refused_by_its_name(server: Server, body: dict[str, An
 @pytest.mark.parametrize(
     ("body", "param"),
     [
-        ({"input": 5}, "input"), ({"input": [{"type": "image", "content": "x"}]}, "input"),
+        ({"input": 5}, "input"),
+        ({"input": [{"type": "image", "content": "x"}]}, "input"),
         ({"input": "x", "text": {"format": {"type": "grammar"}}}, "text"),
         ({"input": "x", "text": {"verbosity": "low"}}, "text"),
-        ({"input": "x", "n": 2}, "n"), ({"input": "x", "truncation": "some"}, "truncation"),
-        ({"input": "x", "tools": [{"type": "web_search"}]}, "tools"), ({"input": "x", "include": ["y"]}, "include"),
-        ({"input": "x", "logprobs": True}, "logprobs"), ({"input": [{"type": "item_reference"}]}, "input"),
+        ({"input": "x", "n": 2}, "n"),
+        ({"input": "x", "truncation": "some"}, "truncation"),
+        ({"input": "x", "tools": [{"type": "web_search"}]}, "tools"),
+        ({"input": "x", "include": ["y"]}, "include"),
+        ({"input": "x", "logprobs": True}, "logprobs"),
+        ({"input": [{"type": "item_reference"}]}, "input"),
         ({"input": "x", "instructions": []}, "instructions"),
     ],
-)  # fmt: skip
+)
 def test_a_response_that_cannot_be_made_is_refused_by_a_field(server: Server, body: dict[str, Any], param: str) -> None:
     status, answer = server.ask("/v1/responses", body)
     assert (status, answer["error"]["param"]) == (400, param), answer
@@ -181,15 +192,19 @@ def test_a_response_that_cannot_be_made_is_refused_by_a_field(server: Server, bo
 @pytest.mark.parametrize(
     ("path", "body", "param"),
     [
-        ("tokenize", {"prompt": "x", "models": "tiny"}, "models"), ("tokenize", {"prompt": "x", "model": "y"}, "model"),
-        ("tokenize", {"prompt": "x", "messages": []}, "prompt"), ("tokenize", {}, "prompt"), ("tokenize", [], None),
+        ("tokenize", {"prompt": "x", "models": "tiny"}, "models"),
+        ("tokenize", {"prompt": "x", "model": "y"}, "model"),
+        ("tokenize", {"prompt": "x", "messages": []}, "prompt"),
+        ("tokenize", {}, "prompt"),
+        ("tokenize", [], None),
         ("tokenize", {"prompt": "x", "add_special_tokens": 1}, "add_special_tokens"),
         ("tokenize", {"messages": MESSAGES, "add_special_tokens": True}, "add_special_tokens"),
         ("tokenize", {"messages": MESSAGES, "add_generation_prompt": False}, "add_generation_prompt"),
-        ("detokenize", {"tokens": [1], "skip": True}, "skip"), ("detokenize", {"tokens": [True]}, "tokens"),
+        ("detokenize", {"tokens": [1], "skip": True}, "skip"),
+        ("detokenize", {"tokens": [True]}, "tokens"),
         ("v1/completions", {"prompt": "x", "stop_token_ids": [10**6]}, "stop_token_ids"),
     ],
-)  # fmt: skip
+)
 def test_what_is_not_obeyed_is_refused(server: Server, path: str, body: object, param: str | None) -> None:
     status, answer = server.ask(f"/{path}", body)
     assert (status // 100, answer["error"]["param"]) == (4, param), answer

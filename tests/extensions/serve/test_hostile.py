@@ -47,7 +47,7 @@ HOSTILE: dict[str, list[tuple[dict[str, Any], set[int]]]] = {
         ({"guided_json": {"allOf": [{"anyOf": [{"minimum": n}, {"maximum": n}]} for n in range(40)]}}, {200, 400})
     ],
     "log-probabilities": [({"logprobs": 20, "n": 4, "max_tokens": 200, "ignore_eos": True}, {200})],
-}  # fmt: skip
+}
 
 
 def check(ask: Ask, kind: str) -> None:

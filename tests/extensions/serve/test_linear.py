@@ -18,19 +18,28 @@ from tests.helpers.steps import Steps
 
 CALL = '{"name": "weather", "arguments": {"city": "Rom"}}'
 CALLS = {
-    "ends": ("hermes", "", "</tool_call>"), "quoted ends": ("hermes", '<tool_call>{"a": "', "</tool_call>"),
-    "marks": ("hermes", "", "<tool_call>"), "odd quotes": ("hermes", "", '<tool_call>{"\\"</tool_call>'),
-    "calls": ("hermes", "", f"<tool_call>{CALL}</tool_call>"), "white space": ("hermes", "", " \n"),
-    "brackets": ("hermes", "", "<tool_call>["), "backslashes": ("hermes", '<tool_call>"', "\\"),
-    "a list of calls": ("mistral", "[TOOL_CALLS][", f"{CALL}, "), "marks of lists": ("mistral", "", "[TOOL_CALLS]"),
-    "calls and text": ("mistral", "", f"[TOOL_CALLS]{CALL} so "), "objects": ("llama", "", "{"),
-    "white space before objects": ("llama", "", " "), "tags": ("llama", "", "<|python_tag|>"),
+    "ends": ("hermes", "", "</tool_call>"),
+    "quoted ends": ("hermes", '<tool_call>{"a": "', "</tool_call>"),
+    "marks": ("hermes", "", "<tool_call>"),
+    "odd quotes": ("hermes", "", '<tool_call>{"\\"</tool_call>'),
+    "calls": ("hermes", "", f"<tool_call>{CALL}</tool_call>"),
+    "white space": ("hermes", "", " \n"),
+    "brackets": ("hermes", "", "<tool_call>["),
+    "backslashes": ("hermes", '<tool_call>"', "\\"),
+    "a list of calls": ("mistral", "[TOOL_CALLS][", f"{CALL}, "),
+    "marks of lists": ("mistral", "", "[TOOL_CALLS]"),
+    "calls and text": ("mistral", "", f"[TOOL_CALLS]{CALL} so "),
+    "objects": ("llama", "", "{"),
+    "white space before objects": ("llama", "", " "),
+    "tags": ("llama", "", "<|python_tag|>"),
     "calls with ;": ("llama", "", CALL.replace("arguments", "parameters") + "; "),
-    "objects in a text": ("llama", "so ", '{"name": '), "wrong lists": ("mistral", "", "[TOOL_CALLS]so "),
-    "texts that quote": ("llama", "so ", '{"name": "\\"'), "calls in a text": ("llama", "so ", f"{CALL} or "),
+    "objects in a text": ("llama", "so ", '{"name": '),
+    "wrong lists": ("mistral", "", "[TOOL_CALLS]so "),
+    "texts that quote": ("llama", "so ", '{"name": "\\"'),
+    "calls in a text": ("llama", "so ", f"{CALL} or "),
     "ends after a call": ("hermes", f"<tool_call>{CALL}</tool_call>", " </tool_call>"),
     "marks before an end": ("hermes", "", "<tool_call>so <tool_call>{</tool_call>"),
-}  # fmt: skip
+}
 FORMS = {"hermes": tools._HERMES, "mistral": tools._MISTRAL, "llama": tools._LLAMA}
 
 

@@ -14,10 +14,11 @@ from llama_ssp.text.log_probs import TokenLogprob, TopLogprob
 from tests.helpers.extensions import need
 
 BODIES: list[dict[str, Any]] = [
-    {"prompt": "def f"}, {"prompt": ["a", "a", [5, 6]], "n": 2, "seed": 7, "stop": ["\n", "x"], "ignore_eos": True},
+    {"prompt": "def f"},
+    {"prompt": ["a", "a", [5, 6]], "n": 2, "seed": 7, "stop": ["\n", "x"], "ignore_eos": True},
     {"prompt": "x", "logit_bias": {"198": -2.5, "7": 1}, "top_k": 9, "top_p": 0.5, "min_p": 0.1, "temperature": 0},
     {"prompt": "x", "echo": True, "logprobs": 3, "max_tokens": 0, "presence_penalty": 1, "repetition_penalty": 1.5},
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("body", BODIES)
@@ -61,9 +62,13 @@ def answered(pair: Pair, text: str, *, is_chat: bool, stop: str = "", echoes: bo
     new_ids = [80] if echoes else ids
     scored = [*ids[1:], *new_ids] if echoes else new_ids
     request = ServedRequest(
-        index=0, prompt_ids=prompt_ids, max_new_tokens=len(new_ids), num_top=1, scores_prompt=echoes,
+        index=0,
+        prompt_ids=prompt_ids,
+        max_new_tokens=len(new_ids),
+        num_top=1,
+        scores_prompt=echoes,
         stops=StopStrings(pair.tokenizer, [stop]) if stop else None,
-    )  # fmt: skip
+    )
     answer = Answer(request, pair.tokenizer, 0, is_chat=is_chat)
     for token in new_ids[:-1]:
         answer.push(Part([token]))

@@ -73,11 +73,14 @@ def test_k_of_a_server_is_a_limit_up_to_which_rounds_draft_what_pays(
 def test_mixed_requests_have_the_texts_of_runs_of_their_own(pair: Pair, server: Server) -> None:
     """Greedy and sampled, with processors, seeds and several samples, at the same time."""
     asked: list[dict[str, Any]] = [
-        {"temperature": 0}, {"temperature": 0.7, "seed": 5}, {"temperature": 1.0, "top_p": 0.8, "seed": 6, "n": 2},
-        {"temperature": 1.2, "top_k": 5, "seed": 7}, {"temperature": 0.9, "min_p": 0.1, "seed": 8},
+        {"temperature": 0},
+        {"temperature": 0.7, "seed": 5},
+        {"temperature": 1.0, "top_p": 0.8, "seed": 6, "n": 2},
+        {"temperature": 1.2, "top_k": 5, "seed": 7},
+        {"temperature": 0.9, "min_p": 0.1, "seed": 8},
         {"temperature": 0.8, "frequency_penalty": 0.5, "presence_penalty": 0.25, "seed": 9},
         {"temperature": 0, "repetition_penalty": 1.3, "logit_bias": {"5": 2.5}},
-    ]  # fmt: skip
+    ]
     with ThreadPoolExecutor(len(asked)) as pool:
         found = list(pool.map(lambda one: server.complete(prompt=PROMPT, max_tokens=20, **one), asked))
     for one, answer in zip(asked, found, strict=True):
@@ -158,18 +161,28 @@ def test_echo_scores_the_prompt_without_new_tokens(pair: Pair, server: Server) -
 @pytest.mark.parametrize(
     ("body", "param"),
     [
-        ({"prompt": 5}, "prompt"), ({}, "prompt"), ({"prompt": [[1], "x"], "n": 0}, "n"),
-        ({"prompt": "x", "temperature": -1}, "temperature"), ({"prompt": "x", "temperature": "hot"}, "temperature"),
-        ({"prompt": "x", "top_p": 0}, "top_p"), ({"prompt": "x", "top_k": 1.5}, "top_k"),
-        ({"prompt": "x", "max_tokens": 10**6}, "max_tokens"), ({"prompt": "x", "stop": [""]}, "stop"),
-        ({"prompt": "x", "stop": 5}, "stop"), ({"prompt": "x", "logit_bias": {"a": 1}}, "logit_bias"),
-        ({"prompt": "x", "logprobs": 99}, "logprobs"), ({"prompt": "x", "best_of": 3}, "best_of"),
-        ({"prompt": [10**6]}, "prompt"), ({"prompt": "x", "temprature": 1}, "temprature"),
-        ({"prompt": "x", "model": "other"}, "model"), ({"prompt": "x", "seed": True}, "seed"),
-        ({"prompt": "x", "stream": "yes"}, "stream"), ({"prompt": "\ud800"}, "prompt"),
+        ({"prompt": 5}, "prompt"),
+        ({}, "prompt"),
+        ({"prompt": [[1], "x"], "n": 0}, "n"),
+        ({"prompt": "x", "temperature": -1}, "temperature"),
+        ({"prompt": "x", "temperature": "hot"}, "temperature"),
+        ({"prompt": "x", "top_p": 0}, "top_p"),
+        ({"prompt": "x", "top_k": 1.5}, "top_k"),
+        ({"prompt": "x", "max_tokens": 10**6}, "max_tokens"),
+        ({"prompt": "x", "stop": [""]}, "stop"),
+        ({"prompt": "x", "stop": 5}, "stop"),
+        ({"prompt": "x", "logit_bias": {"a": 1}}, "logit_bias"),
+        ({"prompt": "x", "logprobs": 99}, "logprobs"),
+        ({"prompt": "x", "best_of": 3}, "best_of"),
+        ({"prompt": [10**6]}, "prompt"),
+        ({"prompt": "x", "temprature": 1}, "temprature"),
+        ({"prompt": "x", "model": "other"}, "model"),
+        ({"prompt": "x", "seed": True}, "seed"),
+        ({"prompt": "x", "stream": "yes"}, "stream"),
+        ({"prompt": "\ud800"}, "prompt"),
         ({"prompt": "x", "temperature": float("inf")}, "temperature"),
     ],
-)  # fmt: skip
+)
 def test_a_wrong_field_is_named(server: Server, body: dict[str, object], param: str) -> None:
     status, answer = server.ask("/v1/completions", body)
     assert status in {400, 404}, answer
@@ -214,7 +227,7 @@ def test_rows_decode_between_chunks_of_a_text_that_is_scored(server: Server, mon
     done: list[str] = []
 
     def noted(name: str, work: Callable[..., Any]) -> Callable[..., Any]:
-        def note(*given: Any, **named: Any) -> Any:  # noqa: ANN401
+        def note(*given: Any, **named: Any) -> Any:
             done.append(name)
             return work(*given, **named)
 
@@ -377,19 +390,76 @@ def test_requests_have_a_time_limit_and_pages_of_one_origin_may_ask(pair: Pair, 
 
 
 ODD_NUMBERS: list[object] = [
-    0, -0.0, 1, -1, 0.5, 3, 1e-323, 1e-40, 1e-6, 1e-7, 0.01, 0.0099, 100, 100.1, 128, 1e4, -1e4, 10_001, 1e39, -1e39,
-    1e60, 1e300, 1e308, 2**31, 2**53 + 1, 2**63 - 1, 2**63, 2**70, -(2**63), 10**400, True, "1", [], {}, [0.5],
-    float("inf"), float("-inf"), float("nan"),
-]  # fmt: skip
+    0,
+    -0.0,
+    1,
+    -1,
+    0.5,
+    3,
+    1e-323,
+    1e-40,
+    1e-6,
+    1e-7,
+    0.01,
+    0.0099,
+    100,
+    100.1,
+    128,
+    1e4,
+    -1e4,
+    10_001,
+    1e39,
+    -1e39,
+    1e60,
+    1e300,
+    1e308,
+    2**31,
+    2**53 + 1,
+    2**63 - 1,
+    2**63,
+    2**70,
+    -(2**63),
+    10**400,
+    True,
+    "1",
+    [],
+    {},
+    [0.5],
+    float("inf"),
+    float("-inf"),
+    float("nan"),
+]
 NUMBERS = (
-    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty", "n",
-    "seed", "max_tokens", "logprobs", "logit_bias", "prompt",
-)  # fmt: skip
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "frequency_penalty",
+    "presence_penalty",
+    "n",
+    "seed",
+    "max_tokens",
+    "logprobs",
+    "logit_bias",
+    "prompt",
+)
 ODD_TEXTS: list[dict[str, object]] = [
-    {"\ud800": 1}, {"model": "\ud800"}, {"stop": ["\ud800"]}, {"stop": "\0"}, {"user": "\ud800"}, {"prompt": ""},
-    {"suffix": "\ud800"}, {"stream_options": {"\ud800": True}, "stream": True}, {"logit_bias": {"\ud800": 1}},
-    {"logit_bias": {"-1": 1}}, {"logit_bias": {"\u0661": 1}}, {"prompt": [[]]}, {"prompt": [""]}, {"tools": [{}]},
-]  # fmt: skip
+    {"\ud800": 1},
+    {"model": "\ud800"},
+    {"stop": ["\ud800"]},
+    {"stop": "\0"},
+    {"user": "\ud800"},
+    {"prompt": ""},
+    {"suffix": "\ud800"},
+    {"stream_options": {"\ud800": True}, "stream": True},
+    {"logit_bias": {"\ud800": 1}},
+    {"logit_bias": {"-1": 1}},
+    {"logit_bias": {"\u0661": 1}},
+    {"prompt": [[]]},
+    {"prompt": [""]},
+    {"tools": [{}]},
+]
 
 
 def odd_bodies() -> list[dict[str, object]]:
@@ -414,8 +484,11 @@ def test_a_thousand_odd_bodies_are_answered_or_refused(pair: Pair, server: Serve
     bodies = [*bodies[: len(ODD_TEXTS)], *bodies[len(ODD_TEXTS) :: every]]
     with ThreadPoolExecutor(6) as pool:
         found = [*pool.map(lambda body: server.ask("/v1/completions", body), bodies)]
-    wrong = [(body, status, answer) for body, (status, answer) in zip(bodies, found, strict=True)
-             if status != 200 and not 400 <= status < 500]  # fmt: skip
+    wrong = [
+        (body, status, answer)
+        for body, (status, answer) in zip(bodies, found, strict=True)
+        if status != 200 and not 400 <= status < 500
+    ]
     assert wrong == []
     assert {status for status, _ in found} >= {200, 400}
     assert all(answer["error"]["message"] for status, answer in found if status != 200)
@@ -433,7 +506,7 @@ def _top_k_7_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(state, "settings_of", of)
     read = Round.prefill
 
-    def prefill(self: Round, executor: Any, batch: Any, prompts: Any, *given: Any, **how: Any) -> None:  # noqa: ANN401
+    def prefill(self: Round, executor: Any, batch: Any, prompts: Any, *given: Any, **how: Any) -> None:
         read(self, executor, batch, prompts, *given, **how)
         if (prompts.tokens_BS[:, 0] == 7).any():
             raise torch.OutOfMemoryError("CUDA out of memory.")
@@ -481,10 +554,11 @@ def test_a_request_that_fails_ends_alone(pair: Pair, server: Server, wrong: dict
         ("chat/completions", {"messages": [{"role": "user", "content": "x", "name": "\ud800"}]}, "messages"),
         ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "\ud800"}]}]}, "messages"),
         ("chat/completions", {"chat_template_kwargs": {"\ud800": 1}}, "chat_template_kwargs"),
-        ("completions", {"\ud800": 1}, "\ud800"), ("completions", {"prompt": ["x"] * 257}, "prompt"),
+        ("completions", {"\ud800": 1}, "\ud800"),
+        ("completions", {"prompt": ["x"] * 257}, "prompt"),
         ("completions", {"prompt": ["x", "y", "z"], "n": 128}, "n"),
     ],
-)  # fmt: skip
+)
 def test_what_would_have_no_effect_is_named_and_no_path_is_shown(
     server: Server, path: str, body: dict[str, Any], param: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

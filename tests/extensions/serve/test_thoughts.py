@@ -111,9 +111,12 @@ def test_tokens_of_thoughts_are_counted_up_to_their_last_mark(
 def test_only_templates_that_know_thoughts_have_them(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     for source, wanted in (
-        (template, None), ("{# </think> #}" + template, False), ("{# [/THINK] #}" + template, False),
-        (QWQ.template, True), (template + "<think>\n\n</think>\n\n", False),
-    ):  # fmt: skip
+        (template, None),
+        ("{# </think> #}" + template, False),
+        ("{# [/THINK] #}" + template, False),
+        (QWQ.template, True),
+        (template + "<think>\n\n</think>\n\n", False),
+    ):
         monkeypatch.setattr(pair.tokenizer, "chat_template", source)
         found = thoughts_to(pair)
         assert (found and found.is_open) == wanted, source

@@ -30,12 +30,19 @@ BODY = (
     "{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments.city }}{% endfor %}{{ '\\n' }}"
     "{% endfor %}"
 )
-CITY = {"type": "object", "properties": {"city": {"enum": ["Rom", "Bonn"]}}, "required": ["city"],
-        "additionalProperties": False}  # fmt: skip
+CITY = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Rom", "Bonn"]}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
 TREE = {
-    "type": "object", "properties": {"leaf": {"$ref": "#/$defs/leaf"}}, "required": ["leaf"],
-    "additionalProperties": False, "$defs": {"leaf": {"type": "integer", "minimum": 0, "maximum": 9}},
-}  # fmt: skip
+    "type": "object",
+    "properties": {"leaf": {"$ref": "#/$defs/leaf"}},
+    "required": ["leaf"],
+    "additionalProperties": False,
+    "$defs": {"leaf": {"type": "integer", "minimum": 0, "maximum": 9}},
+}
 
 
 def function(name: str, schema: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
@@ -117,14 +124,18 @@ def test_calls_in_an_answer_are_read_whole_and_streamed(served: Pair, form: str,
 
 
 TEXTS = {
-    "no call": "The weather is fine, {really}.", "half a mark": "<tool_",
+    "no call": "The weather is fine, {really}.",
+    "half a mark": "<tool_",
     "not JSON": "<tool_call>{name: weather}</tool_call>",
     "an unknown tool": '<tool_call>{"name": "other", "arguments": {}}</tool_call> so',
-    "no arguments": '{"name": "weather"}', "no object": "[TOOL_CALLS][1, 2]", "a list": "[1] and {",
-    "arguments that are a list": '{"name": "weather", "parameters": [1]}', "white space": " \n",
+    "no arguments": '{"name": "weather"}',
+    "no object": "[TOOL_CALLS][1, 2]",
+    "a list": "[1] and {",
+    "arguments that are a list": '{"name": "weather", "parameters": [1]}',
+    "white space": " \n",
     "a number that JSON lacks": '<tool_call>{"name": "weather", "arguments": {"city": NaN}}</tool_call>',
     "more": '{"a": 1} then',
-}  # fmt: skip
+}
 
 
 @pytest.mark.usefixtures("form")
@@ -160,9 +171,15 @@ def test_the_openai_package_gets_the_calls_that_it_asks_for(server: Server, choi
     name: Any = {"type": "function", "function": {"name": "grow-tree"}}
     more: dict[str, Any] = {"single": {"parallel_tool_calls": False}}.get(choice, {})
     asked: dict[str, Any] = {
-        "model": "tiny", "messages": [{"role": "user", "content": "x"}], "tools": [WEATHER, GROW], "seed": 1,
-        "temperature": temperature, "tool_choice": name if choice == "named" else "required", "max_tokens": 120, **more,
-    }  # fmt: skip
+        "model": "tiny",
+        "messages": [{"role": "user", "content": "x"}],
+        "tools": [WEATHER, GROW],
+        "seed": 1,
+        "temperature": temperature,
+        "tool_choice": name if choice == "named" else "required",
+        "max_tokens": 120,
+        **more,
+    }
     with openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="none", max_retries=0) as client:
         [whole] = client.chat.completions.create(**asked).choices
         chunks = [chunk.choices[0] for chunk in client.chat.completions.create(**asked, stream=True)]
@@ -195,21 +212,23 @@ def test_responses_call_tools_and_go_on_with_their_outputs(server: Server, strea
     asked: dict[str, Any] = {"model": "tiny", "seed": 1, "temperature": 0.5, "tool_choice": "required"}
     flat = [{"type": "function", **WEATHER["function"]}]
     turns = [
-        {"role": "user", "content": "x"}, {"type": "reasoning", "summary": [], "encrypted_content": "x", "id": "rs"},
+        {"role": "user", "content": "x"},
+        {"type": "reasoning", "summary": [], "encrypted_content": "x", "id": "rs"},
         {"type": "function_call", "call_id": "a", "name": "weather", "arguments": '{"city": "Rom"}', "id": "fc"},
         {"type": "function_call", "call_id": "b", "name": "weather", "arguments": '{"city": "Bonn"}', "id": "fd"},
         {"type": "function_call_output", "call_id": "a", "output": "rain"},
         {"type": "function_call_output", "call_id": "b", "output": [{"type": "input_text", "text": "sun"}]},
-    ]  # fmt: skip
+    ]
     calls = [
         {"id": name, "type": "function", "function": {"name": "weather", "arguments": json.dumps({"city": city})}}
         for name, city in (("a", "Rom"), ("b", "Bonn"))
     ]
     messages = [
-        {"role": "user", "content": "x"}, {"role": "assistant", "content": "", "tool_calls": calls},
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "content": "", "tool_calls": calls},
         {"role": "tool", "tool_call_id": "a", "content": "rain"},
         {"role": "tool", "tool_call_id": "b", "content": "sun"},
-    ]  # fmt: skip
+    ]
     more = {"temperature": 0.5, "metadata": {"a": "b"}, "max_output_tokens": 90, "top_p": 0.9, "truncation": "auto"}
     with openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="none", max_retries=0) as client:
         create: Any = client.responses.create
@@ -243,7 +262,7 @@ def test_responses_have_log_probabilities_if_they_are_to_be_included(server: Ser
     assert "".join(token["token"] for token in part["logprobs"]) == part["text"]
 
 
-def functions_of(calls: Any) -> list[tuple[str, str]]:  # noqa: ANN401
+def functions_of(calls: Any) -> list[tuple[str, str]]:
     return [(call.function.name, call.function.arguments) for call in calls or ()]
 
 
@@ -258,9 +277,10 @@ CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}], "max_tok
 def test_the_template_gets_tools_and_their_answers(served: Pair) -> None:
     call = {"id": "abcdefghi", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rom"}'}}
     messages = [
-        {"role": "user", "content": "x"}, {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "abcdefghi", "content": "rain"},
-    ]  # fmt: skip
+    ]
     asked = {**CHAT, "messages": messages, "tools": [WEATHER, GROW]}
     expected = "{}user: x assistant: weatherRom tool: rain "
     for choice, lead in (("auto", "weather grow-tree "), ("none", "")):
@@ -283,10 +303,13 @@ def allows(pair: Pair, request: ServedRequest, text: str) -> bool:
 
 
 @grid(
-    asked=[{"tools": [function("weather", strict=True)]}, {"tools": [WEATHER], "parallel_tool_calls": False},
-           {"tools": [WEATHER], "tool_choice": "required"}],
+    asked=[
+        {"tools": [function("weather", strict=True)]},
+        {"tools": [WEATHER], "parallel_tool_calls": False},
+        {"tools": [WEATHER], "tool_choice": "required"},
+    ],
     form_name=list(TEMPLATES),
-)  # fmt: skip
+)
 def test_strict_and_single_calls_are_constrained(
     served: Pair, monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any], form_name: str
 ) -> None:
@@ -352,7 +375,7 @@ MEANT = {
     "an object and a call": ("llama", '{{"a": 1}} then {rom}', '{"a": 1} then'),
     "a list in marks": ("apriel", "So <tool_calls>[{rom}, {rom}]</tool_calls>", "So"),
     "ids in a list": ("apriel", '<tool_calls>[{{"name": "weather", "arguments": {{}}, "id": "a"}}]</tool_calls>', ""),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("key", ["arguments", "parameters"])
@@ -398,10 +421,12 @@ EMPTY: dict[str, Any] = {
 def test_histories_are_read_as_clients_send_them(served: Pair, arguments: object, content: object) -> None:
     call = {"id": "abcdefghi", "type": "function", "function": {"name": "weather", "arguments": arguments}}
     messages = [
-        {"role": "user", "content": "x"} | EMPTY, {"role": "assistant", "content": content} | EMPTY,
-        {"role": "user", "content": ""}, EMPTY | {"role": "assistant", "content": content, "tool_calls": [call]},
+        {"role": "user", "content": "x"} | EMPTY,
+        {"role": "assistant", "content": content} | EMPTY,
+        {"role": "user", "content": ""},
+        EMPTY | {"role": "assistant", "content": content, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "abcdefghi", "content": content},
-    ]  # fmt: skip
+    ]
     tools = [function("weather", strict=None), {"type": "function", "function": {"name": "now", "parameters": None}}]
     [request] = reader_of(served).read({**CHAT, "messages": messages, "tools": tools}, is_chat=True).completions
     found = str(served.tokenizer.decode([*request.prompt_ids]))
@@ -412,7 +437,8 @@ def test_histories_are_read_as_clients_send_them(served: Pair, arguments: object
     ("wrong", "said"),
     [
         ({"role": "user", "content": None}, "message 2 must be an object with role and content"),
-        ({"content": "x"}, "message 2 must be"), ("x", "message 2 must be"),
+        ({"content": "x"}, "message 2 must be"),
+        ("x", "message 2 must be"),
         ({"role": "user", "content": 5}, "message 2 must be"),
         ({"role": "user", "content": [{"type": "text"}]}, "message 2 must be"),
         ({"role": "user", "content": [{"type": "image_url"}]}, "image_url in message 2"),
@@ -422,7 +448,7 @@ def test_histories_are_read_as_clients_send_them(served: Pair, arguments: object
         ({"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "a", "arguments": 0}}]}, "message 2"),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_a_refusal_names_the_number_of_the_message(
     served: Pair, monkeypatch: pytest.MonkeyPatch, wrong: object, said: str
 ) -> None:
@@ -453,29 +479,39 @@ DEEP_CALL = {"id": "a", "function": {"name": "weather", "arguments": '{"a":' * 3
 @pytest.mark.parametrize(
     ("asked", "param"),
     [
-        ({"tools": {}}, "tools"), ({"tools": [{}]}, "tools"), ({"tools": [{"type": "web_search"}]}, "tools"),
-        ({"tools": [function("a b")]}, "tools"), ({"tools": [WEATHER, WEATHER]}, "tools"),
-        ({"tools": [function(f"a{n}") for n in range(129)]}, "tools"), ({"tools": [function("a\ud800")]}, "tools"),
+        ({"tools": {}}, "tools"),
+        ({"tools": [{}]}, "tools"),
+        ({"tools": [{"type": "web_search"}]}, "tools"),
+        ({"tools": [function("a b")]}, "tools"),
+        ({"tools": [WEATHER, WEATHER]}, "tools"),
+        ({"tools": [function(f"a{n}") for n in range(129)]}, "tools"),
+        ({"tools": [function("a\ud800")]}, "tools"),
         ({"tools": [{"type": "function", "function": {"name": "a", "parameters": []}}]}, "tools"),
-        ({"tools": [function("a", {"type": "string"})]}, "tools"), ({"tools": [function("a", strict="x")]}, "tools"),
-        ({"tools": [function("a", returns={})]}, "tools"), ({"tools": [WEATHER | {"cache": True}]}, "tools"),
+        ({"tools": [function("a", {"type": "string"})]}, "tools"),
+        ({"tools": [function("a", strict="x")]}, "tools"),
+        ({"tools": [function("a", returns={})]}, "tools"),
+        ({"tools": [WEATHER | {"cache": True}]}, "tools"),
         ({"tools": [function("a", description=["x"])]}, "tools"),
-        ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "weather", "a": 1}}},
-         "tool_choice"),
+        (
+            {"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "weather", "a": 1}}},
+            "tool_choice",
+        ),
         ({"tools": [function("a", DEEP)]}, None),
-        ({"tools": [function("a", {"not": {}}, strict=True)]}, "tools"), ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [function("a", {"not": {}}, strict=True)]}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": [WEATHER], "tool_choice": "any"}, "tool_choice"),
         ({"tools": [WEATHER], "tool_choice": 3}, "tool_choice"),
         ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "b"}}}, "tool_choice"),
         ({"tools": [WEATHER], "tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
         ({"tools": [WEATHER], "parallel_tool_calls": 1}, "parallel_tool_calls"),
-        ({"tools": [WEATHER], "guided_regex": "a"}, "tools"), ({"functions": [{"name": "a"}]}, "functions"),
+        ({"tools": [WEATHER], "guided_regex": "a"}, "tools"),
+        ({"functions": [{"name": "a"}]}, "functions"),
         ({"messages": [{"role": "assistant", "tool_calls": [{"id": "a"}]}, CHAT["messages"][0]]}, "messages"),
         ({"messages": [{"role": "user", "tool_calls": [1]}, CHAT["messages"][0]]}, "messages"),
         ({"messages": [{"role": "assistant", "tool_calls": [DEEP_CALL]}, CHAT["messages"][0]]}, "messages"),
     ],
     ids=lambda value: str(value)[:99],
-)  # fmt: skip
+)
 def test_what_cannot_be_called_is_refused_by_a_field(
     served: Pair, monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any], param: str
 ) -> None:
@@ -489,9 +525,12 @@ def test_what_cannot_be_called_is_refused_by_a_field(
 
 @pytest.mark.parametrize(
     ("more", "said"),
-    [({"chat_template_kwargs": 1}, "chat_template_kwargs must be an object"), ({"tools": DEEP}, "inside each other"),
-     ({"chat_template_kwargs": None, "tools": None}, None)],
-)  # fmt: skip
+    [
+        ({"chat_template_kwargs": 1}, "chat_template_kwargs must be an object"),
+        ({"tools": DEEP}, "inside each other"),
+        ({"chat_template_kwargs": None, "tools": None}, None),
+    ],
+)
 def test_a_body_whose_tokens_are_counted_is_checked_as_others(
     served: Pair, monkeypatch: pytest.MonkeyPatch, more: dict[str, Any], said: str | None
 ) -> None:

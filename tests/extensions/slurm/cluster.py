@@ -108,9 +108,14 @@ class Cluster:
             name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SBATCH_", "SRUN_"))
         } | {"SLURM_CONF": str(self.folder / "slurm.conf")}
         self._reaper = subprocess.Popen(
-            ["sh", "-c", REAPER, "reaper", self._run], env=self.environment, stdin=subprocess.PIPE, text=True,
-            stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True,
-        )  # fmt: skip
+            ["sh", "-c", REAPER, "reaper", self._run],
+            env=self.environment,
+            stdin=subprocess.PIPE,
+            text=True,
+            stderr=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,
+        )
         try:
             self._start_munge()
             self._write_config()
@@ -136,8 +141,13 @@ class Cluster:
         """Run a command of this cluster's user; returns what it wrote to standard output."""
         done = subprocess.run(
             [str(word) for word in command],
-            env={**self.environment, **(env or {})}, cwd=cwd, text=True, capture_output=True, check=False, timeout=120,
-        )  # fmt: skip
+            env={**self.environment, **(env or {})},
+            cwd=cwd,
+            text=True,
+            capture_output=True,
+            check=False,
+            timeout=120,
+        )
         assert not check or done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
         return done.stdout.strip()
 
@@ -162,8 +172,12 @@ class Cluster:
         with (self.folder / f"{name}.log").open("ab") as log:
             daemon = subprocess.Popen(
                 [str(word) for word in command],
-                env=self.environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
-            )  # fmt: skip
+                env=self.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
         self._daemons.append(daemon)
         assert self._reaper
         assert self._reaper.stdin
@@ -206,9 +220,18 @@ class Cluster:
         for name in NODES:
             inside = 'mount --bind "$1" /etc/hosts && exec slurmd -D -c -N "$2"'
             self._start(
-                name, "unshare", "--mount", "--propagation", "private",
-                "sh", "-c", inside, "node", self.folder / "hosts", name,
-            )  # fmt: skip
+                name,
+                "unshare",
+                "--mount",
+                "--propagation",
+                "private",
+                "sh",
+                "-c",
+                inside,
+                "node",
+                self.folder / "hosts",
+                name,
+            )
         idle = ("sinfo", "--noheader", "--Node", "--states=idle", "--format=%N")
         self.until(lambda: len(self.run(*idle, check=False).split()) == len(NODES), "idle nodes", at_most_s=30)
 

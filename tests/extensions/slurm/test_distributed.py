@@ -36,9 +36,12 @@ from tests.helpers.terminals import OnTerminal
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=why_not() or "")
 
 FOUR = [
-    "hydra.launcher.ranks_per_node=2", "hydra.launcher.max_running=2", "speculation.num_draft_tokens=2,4", "seed=0,1",
+    "hydra.launcher.ranks_per_node=2",
+    "hydra.launcher.max_running=2",
+    "speculation.num_draft_tokens=2,4",
+    "seed=0,1",
     "max_new_tokens=8",
-]  # fmt: skip
+]
 SHIPPED = ROOT / "llama_ssp" / "shipped"
 SHORT = ["task=generate", "max_new_tokens=8", "prompt=import os", "device=cpu"]
 LONG = ["task=generate", "task.format=jsonl", "max_new_tokens=48", "num_samples=40", "prompt=def f(x):", "device=cpu"]

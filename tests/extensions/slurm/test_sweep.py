@@ -109,8 +109,11 @@ def test_every_point_becomes_a_job_with_its_own_settings_and_run_folder(sweep: S
     ended = sweep(*words, "run_dir='a, b'").well()
     configs = [composed(job) for job in ended.jobs]
     assert [(config.model.name, config.speculation.num_draft_tokens, config.run_dir) for config in configs] == [
-        ("30B", 2, "a, b/0"), ("30B", 4, "a, b/1"), ("13B", 2, "a, b/2"), ("13B", 4, "a, b/3"),
-    ]  # fmt: skip
+        ("30B", 2, "a, b/0"),
+        ("30B", 4, "a, b/1"),
+        ("13B", 2, "a, b/2"),
+        ("13B", 4, "a, b/3"),
+    ]
     assert [options(job)["output"] for job in ended.jobs] == [f"a, b/{number}/slurm.log" for number in range(4)]
     assert all(Path(f"a, b/{number}").is_dir() for number in range(4))
     assert [options(call)["array"] for call in ended.calls] == ["0,1,2,3"]
@@ -121,13 +124,23 @@ def test_every_point_becomes_a_job_with_its_own_settings_and_run_folder(sweep: S
 @pytest.mark.heavy
 def test_every_setting_of_the_launcher_reaches_sbatch(sweep: Sweep) -> None:
     wanted = {
-        "partition": "gpu", "account": "me", "time": "4:00:00", "memory": "64G", "gres": "gpu:a100:4",
-        "constraint": "nvlink", "cpus_per_rank": "8", "ranks_per_node": "4",
-    }  # fmt: skip
+        "partition": "gpu",
+        "account": "me",
+        "time": "4:00:00",
+        "memory": "64G",
+        "gres": "gpu:a100:4",
+        "constraint": "nvlink",
+        "cpus_per_rank": "8",
+        "ranks_per_node": "4",
+    }
     [job] = sweep(
-        "hardware=p4d_24xlarge", "model=7B", "draft=tinyllama_1B", "hydra.launcher.container=[apptainer,exec]",
-        'hydra.launcher.sbatch=["--mail-type=END"]', *(f"hydra.launcher.{key}={wanted[key]}" for key in wanted),
-    ).jobs  # fmt: skip
+        "hardware=p4d_24xlarge",
+        "model=7B",
+        "draft=tinyllama_1B",
+        "hydra.launcher.container=[apptainer,exec]",
+        'hydra.launcher.sbatch=["--mail-type=END"]',
+        *(f"hydra.launcher.{key}={wanted[key]}" for key in wanted),
+    ).jobs
     names = {"memory": "mem", "cpus_per_rank": "cpus-per-task", "ranks_per_node": "ntasks-per-node"}
     assert {names.get(key, key): value for key, value in wanted.items()}.items() <= options(job).items()
     assert options(job)["mail-type"] == "END"

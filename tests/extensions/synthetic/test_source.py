@@ -49,9 +49,14 @@ def make(shape: ModelShape) -> Synthetic:
 def head_shape(target: ModelShape, *, num_drafted: int) -> ModelShape:
     """A head that is as wide as its target and drafts so many tokens."""
     return replace(
-        target, model_type="eagle3", num_hidden_layers=1, num_key_value_heads=4, vocab_size=num_drafted,
-        target_vocab_size=target.vocab_size, target_hidden_size=target.hidden_size,
-    )  # fmt: skip
+        target,
+        model_type="eagle3",
+        num_hidden_layers=1,
+        num_key_value_heads=4,
+        vocab_size=num_drafted,
+        target_vocab_size=target.vocab_size,
+        target_hidden_size=target.hidden_size,
+    )
 
 
 @pytest.mark.heavy
@@ -101,9 +106,13 @@ def assert_same_function(found: Tensor, synthetic: Synthetic, wanted: Tensor) ->
     assert (found - wanted).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("name", [
-    *({"tied": name, "more of everything": heavy(name)}.get(name, slow(name)) for name in SHAPES), slow("tinyllama_1B"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    [
+        *({"tied": name, "more of everything": heavy(name)}.get(name, slow(name)) for name in SHAPES),
+        slow("tinyllama_1B"),
+    ],
+)
 def test_a_larger_shape_computes_the_small_models_logits(name: str) -> None:
     synthetic = make(SHAPES.get(name) or catalogue.load(name).shape or llama_shape())
     assert_same_function(logits(lean(synthetic, Comm.single())), synthetic, small_logits(synthetic.small))
@@ -192,7 +201,7 @@ def load_pair(target: WeightSource, origin: WeightSource, comm: Comm) -> tuple[R
     return runner, head
 
 
-def drafts(runner: Runner, head: Any, origin: Any) -> tuple[Tensor, Tensor]:  # noqa: ANN401 - of an extension
+def drafts(runner: Runner, head: Any, origin: Any) -> tuple[Tensor, Tensor]:
     """Logits over the target's vocabulary, from the taps of all pairs and from the head's own states of them."""
     taps = Taps(origin.layers, width=origin.target.shape.hidden_size, dtype=torch.float32, device=CPU)
     taps.allocate(batch_size=len(TEXTS), num_slots=NUM_TOKENS)
@@ -207,9 +216,10 @@ def drafts(runner: Runner, head: Any, origin: Any) -> tuple[Tensor, Tensor]:  # 
     return first_BPV, second_BPV
 
 
-@pytest.mark.parametrize(("name", "num_drafted", "num_ranks"), [
-    heavy("more of everything", 3000, 2), slow("the same vocabulary", 2048, 1), slow("hardly room", 2048, 1),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "num_drafted", "num_ranks"),
+    [heavy("more of everything", 3000, 2), slow("the same vocabulary", 2048, 1), slow("hardly room", 2048, 1)],
+)
 def test_a_larger_head_drafts_as_the_small_one_from_the_taps_of_a_larger_target(
     name: str, num_drafted: int, num_ranks: int
 ) -> None:
@@ -233,11 +243,14 @@ def test_a_larger_head_drafts_as_the_small_one_from_the_taps_of_a_larger_target(
             assert (others_BPV < wanted_BPV[..., ids_D].min() - 100).all(), "a token could be drafted that it lacks"
 
 
-@pytest.mark.parametrize(("changes", "num_drafted", "reason"), [
-    ({"tie_word_embeddings": True}, 2048, r"tiny: its embeddings are tied\)"),
-    ({}, 2000, "can hold tiny-eagle .vocab_size is 2000, and at least 2048 is required"),
-    ({"vocab_size": 4096}, 3000, "can hold tiny-eagle .vocab_size is 3000, and 2048 of 4096 tokens are drafted"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changes", "num_drafted", "reason"),
+    [
+        ({"tie_word_embeddings": True}, 2048, r"tiny: its embeddings are tied\)"),
+        ({}, 2000, "can hold tiny-eagle .vocab_size is 2000, and at least 2048 is required"),
+        ({"vocab_size": 4096}, 3000, "can hold tiny-eagle .vocab_size is 3000, and 2048 of 4096 tokens are drafted"),
+    ],
+)
 def test_a_pair_that_cannot_hold_the_shipped_head_is_refused(
     changes: dict[str, Any], num_drafted: int, reason: str
 ) -> None:

@@ -48,9 +48,13 @@ class Spelling:
 
 
 def intersection_drafter(
-    runner: Runner, rule: Rule, *, num_draft_tokens: int = 3, kind: type[IntersectionDrafter] = IntersectionDrafter,
+    runner: Runner,
+    rule: Rule,
+    *,
+    num_draft_tokens: int = 3,
+    kind: type[IntersectionDrafter] = IntersectionDrafter,
     spelling: Spelling = Spelling(),  # noqa: B008
-) -> IntersectionDrafter:  # fmt: skip
+) -> IntersectionDrafter:
     """The drafter of a runner with 9 ids."""
     parts = parts_of(runner, rule=rule, num_draft_tokens=num_draft_tokens, vocab_size=NUM_IDS, prepared=spelling)
     return kind(parts)

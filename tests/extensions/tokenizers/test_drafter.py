@@ -56,9 +56,12 @@ class Checked(IntersectionDrafter):
 
 
 def decoder(
-    *, num_draft_tokens: int = 3, kind: type[IntersectionDrafter] = IntersectionDrafter, sharpness: float = 1.0,
+    *,
+    num_draft_tokens: int = 3,
+    kind: type[IntersectionDrafter] = IntersectionDrafter,
+    sharpness: float = 1.0,
     **options: Any,
-) -> Decoder:  # fmt: skip
+) -> Decoder:
     draft = PrefixRunner(NUM_OWN_IDS, seed=1, sharpness=sharpness)
 
     def make(rule: Rule) -> IntersectionDrafter:
@@ -71,9 +74,13 @@ def decoder(
 @grid(batch_size=[1, 3], num_draft_tokens=[1, 6], lag=[0, 1])
 def test_every_draft_is_the_models_own_after_its_own_text(batch_size: int, num_draft_tokens: int, lag: int) -> None:
     made = decoder(
-        num_draft_tokens=num_draft_tokens, kind=Checked, sharpness=0.3, batch_size=batch_size, sampling=SAMPLING,
+        num_draft_tokens=num_draft_tokens,
+        kind=Checked,
+        sharpness=0.3,
+        batch_size=batch_size,
+        sampling=SAMPLING,
         replay=False,
-    )  # fmt: skip
+    )
     made.lag = lag
     done = complete(made, requests())
     accepted = [length for each in done for length in each.accepted_lengths]
@@ -112,9 +119,13 @@ def test_the_target_under_other_ids_is_always_accepted(rule_name: str) -> None:
     alignment = Alignment(shared=tuple(renamed), pieces=tuple((token,) for token in renamed))
     spelling = Spelling(alignment, lambda ids: [renamed[token] for token in ids])
     made = make_decoder(
-        target, None, sampling=PENALIZED, rule_name=rule_name, batch_size=3,
+        target,
+        None,
+        sampling=PENALIZED,
+        rule_name=rule_name,
+        batch_size=3,
         make_drafter=lambda rule: intersection_drafter(draft, rule, spelling=spelling),
-    )  # fmt: skip
+    )
     for done in complete(made, requests()):
         assert {*done.accepted_lengths[:-1]} <= {3}
 

@@ -113,8 +113,9 @@ def _texts(layout: Layout, *, temperature: float, batch_size: int) -> list[list[
     config = replace(
         run_config(ModelConfig(name="target"), None, sampling=SamplingConfig(temperature=temperature)),
         draft=draft_model(ModelConfig(name="draft"), OWN),
-        batch_size=batch_size, ignore_eos=False,
-    )  # fmt: skip
+        batch_size=batch_size,
+        ignore_eos=False,
+    )
     prompts = ["def return (n):", "Hello world", "n", "the other", "re"]
     requests = requests_of([tuple(tokenizers[0](text).input_ids) for text in prompts], 16)
     sizes = len(tokenizers[0]), len(tokenizers[1])

@@ -73,7 +73,7 @@ def test_the_text_has_exactly_the_targets_law(shared: str, name: str, rule_name:
 class NotRenormalised(Rule):
     """A rule whose draft says the probabilities that its tokens have among all tokens of the draft."""
 
-    def draw(self, logits_BTV: Tensor, uniforms_BTP: Tensor, context: Context | None = None) -> tuple[Tensor, Tensor]:  # noqa: ARG002
+    def draw(self, logits_BTV: Tensor, uniforms_BTP: Tensor, context: Context | None = None) -> tuple[Tensor, Tensor]:
         probs_B1V = logits_BTV.exp()
         return draw(probs_B1V[:, 0], uniforms_BTP[:, 0]), probs_B1V
 

@@ -9,9 +9,15 @@ from tests.helpers.commands import run
 
 pytestmark = [pytest.mark.distributed(2), pytest.mark.heavy]
 SETTINGS = [
-    "task=generate", "draft=tiny-eagle", "draft.window=8", "draft.sinks=2", "model.dtype=fp32", "max_new_tokens=40",
-    "batch_size=2", "spare_rows=1",
-]  # fmt: skip
+    "task=generate",
+    "draft=tiny-eagle",
+    "draft.window=8",
+    "draft.sinks=2",
+    "model.dtype=fp32",
+    "max_new_tokens=40",
+    "batch_size=2",
+    "spare_rows=1",
+]
 PROMPTS = ["def f(x):", *(f"{'# one two three four five six ' * 4}\ndef f{number}(x):" for number in range(3))]
 
 

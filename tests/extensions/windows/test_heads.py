@@ -45,7 +45,7 @@ PROMPTS = ((5, 90, 17, 4, 25), (31,), tuple(range(40, 70)))
 WAYS = {"window": (8, 2), "no first tokens": (6, 0), "all": (200, 4), "as planned": (64, 2)}
 
 
-def loaded(origin: Any, target: Any = None) -> Any:  # noqa: ANN401 - a model or a head
+def loaded(origin: Any, target: Any = None) -> Any:
     return load_model(Loading(origin, dtype=torch.float32, target=target))
 
 
@@ -56,7 +56,7 @@ def windowed(way: str) -> tuple[Callable[[DrafterParts], Drafter], WindowConfig]
     return lambda parts: make(replace(parts, config=config)), config
 
 
-def of_window(way: str, *between: Any, **how: Any) -> Any:  # noqa: ANN401
+def of_window(way: str, *between: Any, **how: Any) -> Any:
     """Decode with a head that sees a window; see `head_drafts.decode`, with target, head and tapped layers."""
     (target, *others), (kind, config) = between, windowed(way)
     return head_drafts.decode(target, kind, *others, draft=config, **how)
@@ -78,9 +78,14 @@ def skipped(way: str, text: list[int], *, depth: int) -> range:
 @pytest.mark.seconds
 @pytest.mark.parametrize(
     ("way", "tree", "pauses"),
-    [("window", None, 0), ("no first tokens", "2x2x1", 0), heavy("window", "2x2x1", 0), heavy("window", None, 33),
-     heavy("all", None, 0)],
-)  # fmt: skip
+    [
+        ("window", None, 0),
+        ("no first tokens", "2x2x1", 0),
+        heavy("window", "2x2x1", 0),
+        heavy("window", None, 33),
+        heavy("all", None, 0),
+    ],
+)
 def test_every_draft_of_a_head_has_the_law_of_the_pairs_that_it_sees(
     way: str, tree: str | None, pauses: int, tmp_path: Path
 ) -> None:
@@ -91,9 +96,18 @@ def test_every_draft_of_a_head_has_the_law_of_the_pairs_that_it_sees(
     tensors, table_VE = load_file(tmp_path / "head" / "model.safetensors"), library.get_input_embeddings().weight
     choices = [*[DraftChoice(0)] * pauses, DraftChoice(3), DraftChoice(2)] if pauses else []
     of_window(
-        way, runner, loaded(origin, runner), origin.layers, width=draft_heads.SMALL_WIDTH, prompts=PROMPTS,
-        num_new=16 + pauses, seen=seen, tree=tree, choices=choices, batch_size=2,
-    )  # fmt: skip
+        way,
+        runner,
+        loaded(origin, runner),
+        origin.layers,
+        width=draft_heads.SMALL_WIDTH,
+        prompts=PROMPTS,
+        num_new=16 + pauses,
+        seen=seen,
+        tree=tree,
+        choices=choices,
+        batch_size=2,
+    )
 
     def wanted(text: list[int], taps_LX: Tensor, drafted: list[int]) -> Tensor:
         hidden = skipped(way, text, depth=shape.depth if shape else NUM_DRAFTED)
@@ -108,17 +122,31 @@ def test_every_block_has_the_law_of_the_positions_that_it_sees(layout: str, tree
     runner, depth = loaded(target), shape.depth if shape else NUM_DRAFTED
     library: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "target", dtype="float32")
     of_window(
-        "window", runner, loaded(origin, runner), origin.layers, width=one_pass_heads.WIDTH, prompts=PROMPTS, seen=seen,
-        tree=tree, batch_size=2,
-    )  # fmt: skip
+        "window",
+        runner,
+        loaded(origin, runner),
+        origin.layers,
+        width=one_pass_heads.WIDTH,
+        prompts=PROMPTS,
+        seen=seen,
+        tree=tree,
+        batch_size=2,
+    )
     parts = library.get_input_embeddings(), library.get_output_embeddings()
     table_VE, output_VE = (part.weight.detach() for part in parts)
 
     def wanted(text: list[int], taps_LX: Tensor, drafted: list[int]) -> Tensor:
         return one_pass_heads.reference(
-            layout, load_file(tmp_path / "head" / "model.safetensors"), text, taps_LX, drafted, num_drafted=depth,
-            table_VE=table_VE, output_VE=output_VE, skipped=skipped("window", text, depth=depth),
-        )  # fmt: skip
+            layout,
+            load_file(tmp_path / "head" / "model.safetensors"),
+            text,
+            taps_LX,
+            drafted,
+            num_drafted=depth,
+            table_VE=table_VE,
+            output_VE=output_VE,
+            skipped=skipped("window", text, depth=depth),
+        )
 
     assert check(of_prompts(seen), library, one_pass_heads.taps_of(layout), tree, wanted) > 10
 
@@ -137,10 +165,13 @@ def mtp(family: str, folder: Path, *, num_modules: int = 1) -> tuple[Any, ...]:
 
 
 HEADS = [
-    (partial(one_pass, "peagle"), None), heavy(partial(one_pass, "dspark"), "2x2x1"), heavy(small_eagle, "2x2x1"),
-    (partial(mtp, "qwen2"), None), heavy(partial(mtp, "glm4_moe", num_modules=3), None),
+    (partial(one_pass, "peagle"), None),
+    heavy(partial(one_pass, "dspark"), "2x2x1"),
+    heavy(small_eagle, "2x2x1"),
+    (partial(mtp, "qwen2"), None),
+    heavy(partial(mtp, "glm4_moe", num_modules=3), None),
     heavy(partial(mtp, "deepseek_v3"), "2x2x1"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.seconds
@@ -217,11 +248,14 @@ def says_what_it_sees(folder: Path) -> tuple[Any, ...]:
 @pytest.mark.parametrize(
     ("make_files", "is_refused"),
     [
-        (says_what_it_sees, True), (small_eagle, False), (partial(one_pass, "dflash 2 of its authors"), True),
-        (partial(one_pass, "dflash of its authors"), False), heavy(partial(mtp, "mimo_v2_flash", num_modules=3), True),
+        (says_what_it_sees, True),
+        (small_eagle, False),
+        (partial(one_pass, "dflash 2 of its authors"), True),
+        (partial(one_pass, "dflash of its authors"), False),
+        heavy(partial(mtp, "mimo_v2_flash", num_modules=3), True),
         heavy(partial(mtp, "glm4_moe"), False),
     ],
-)  # fmt: skip
+)
 def test_a_head_that_says_itself_what_it_sees_is_one_sentence(
     make_files: Callable[[Path], tuple[Any, ...]], is_refused: bool, tmp_path: Path
 ) -> None:
@@ -242,9 +276,18 @@ def test_after_rounds_without_drafts_modules_draft_as_from_the_taps_of_all_token
     for draft in (config, None):
         seen = Seen()
         head_drafts.decode(
-            runner, kind, loaded(origin, runner), origin.layers, width=width, prompts=prompts, num_new=60, seen=seen,
-            choices=choices, batch_size=2, draft=draft,
-        )  # fmt: skip
+            runner,
+            kind,
+            loaded(origin, runner),
+            origin.layers,
+            width=width,
+            prompts=prompts,
+            num_new=60,
+            seen=seen,
+            choices=choices,
+            batch_size=2,
+            draft=draft,
+        )
         laws.append([each for each in seen if len(each[0]) > 33])
     assert len(laws[0]) == len(laws[1]) > 5
     for (text, _, law_TV), (other, _, other_TV) in zip(*laws, strict=True):

@@ -47,7 +47,7 @@ class OfRounds:
 def rounds_of(way: str, rule_name: str, draft: LayeredTables, *, num_drafted: int) -> Rounds:
     window, sinks = WAYS[way]
 
-    def make(target: LayeredTables, rule: Rule, *, batch_size: int, num_slots: int) -> Any:  # noqa: ANN401
+    def make(target: LayeredTables, rule: Rule, *, batch_size: int, num_slots: int) -> Any:
         sizes: dict[str, Any] = {"num_draft_tokens": num_drafted, "vocab_size": target.vocab_size}
         target.allocate(batch_size=batch_size, capacity=num_slots)
         windowed = Windowed(draft, sinks=sinks, window=window, most_nodes=num_drafted)
@@ -61,7 +61,7 @@ def rounds_of(way: str, rule_name: str, draft: LayeredTables, *, num_drafted: in
 
 def law_after(
     draft: LayeredTables, way: str, prompt: Sequence[int], text: Sequence[int], drafted: Sequence[int]
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """The law (V,) behind a text and drafted tokens, of a layer whose keys do not depend on what it saw before."""
     window, sinks = WAYS[way]
     _, held = draft.read(text[:-2], range(len(text) - 2))

@@ -125,9 +125,16 @@ def test_laws_behind_a_shared_beginning_are_those_behind_texts_that_are_read_who
     for num_spare, batch_size, reuses in ((0, 2, True), (3, 1, True), (0, 2, False)):
         seen, head = Seen(), loaded(origin, runner)
         decoder = make_head_decoder(
-            runner, kind, head, origin.layers, width=draft_heads.SMALL_WIDTH, seen=seen, reuses=reuses, draft=config,
+            runner,
+            kind,
+            head,
+            origin.layers,
+            width=draft_heads.SMALL_WIDTH,
+            seen=seen,
+            reuses=reuses,
+            draft=config,
             batch_size=batch_size,
-        )  # fmt: skip
+        )
         reuse = replace(decoder.space._reuse, num_spare=num_spare)
         decoder.space = BatchSpace(decoder.round, decoder.executor, batch_size=batch_size, reuse=reuse)
         done = complete(decoder, requests_of(prompts, 9))
@@ -151,9 +158,17 @@ def test_a_head_that_begins_anew_behind_a_shared_beginning_has_the_drafts_of_a_t
     for reuses in (True, False):
         seen = Seen()
         decoder = make_head_decoder(
-            runner, kind, loaded(origin, runner), origin.layers, width=draft_heads.SMALL_WIDTH, seen=seen,
-            reuses=reuses, draft=config, batch_size=2, choices=[DraftChoice(0), DraftChoice(NUM_DRAFTED)],
-        )  # fmt: skip
+            runner,
+            kind,
+            loaded(origin, runner),
+            origin.layers,
+            width=draft_heads.SMALL_WIDTH,
+            seen=seen,
+            reuses=reuses,
+            draft=config,
+            batch_size=2,
+            choices=[DraftChoice(0), DraftChoice(NUM_DRAFTED)],
+        )
         requests = requests_of(prompts, 9)
         requests = [replace(one, max_new_tokens=num) for one, num in zip(requests, (60, 25, 20), strict=True)]
         assert bool(complete(decoder, requests)[2].num_reused_tokens) == reuses
@@ -184,11 +199,15 @@ def drafts_of(
     runner = loaded(target)
     num_kept, rank = WINDOW + SINKS, comm.rank if comm else 0
     taps = WindowTaps(
-        origin.layers, width=draft_heads.SMALL_WIDTH, dtype=torch.float32, device=CPU, draft=config,
+        origin.layers,
+        width=draft_heads.SMALL_WIDTH,
+        dtype=torch.float32,
+        device=CPU,
+        draft=config,
         num_drafted=NUM_DRAFTED,
-    )  # fmt: skip
+    )
 
-    def make(rule: Any) -> Any:  # noqa: ANN401
+    def make(rule: Any) -> Any:
         head = loaded(origin, runner) if rank or not comm else None
         parts = parts_of(runner=head, taps=taps, rule=rule, vocab_size=runner.vocab_size)
         if comm is None:
@@ -199,9 +218,16 @@ def drafts_of(
 
     none = NullRunner(device=CPU, vocab_size=runner.vocab_size, max_position_embeddings=512)
     decoder = make_decoder(
-        none if rank else runner, None, temperature=0.9, make_drafter=make, comm=comm, taps=taps, replay=False,
-        num_tapped=num_kept, batch_size=2,
-    )  # fmt: skip
+        none if rank else runner,
+        None,
+        temperature=0.9,
+        make_drafter=make,
+        comm=comm,
+        taps=taps,
+        replay=False,
+        num_tapped=num_kept,
+        batch_size=2,
+    )
     if choices:
         decoder.length = ScriptedLength(choices)
     wanted = requests_of(prompts, 70 if choices else 30)

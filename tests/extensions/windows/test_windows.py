@@ -63,15 +63,20 @@ def runners(folder: Path) -> tuple[LeanRunner, LeanRunner]:
 
 
 def decoder_of(
-    runners: tuple[LeanRunner, LeanRunner], name: str | None, *, tree: str | None = None,
-    watch: Any = None, choices: Sequence[DraftChoice] = (), **how: Any,  # noqa: ANN401
-) -> Decoder:  # fmt: skip
+    runners: tuple[LeanRunner, LeanRunner],
+    name: str | None,
+    *,
+    tree: str | None = None,
+    watch: Any = None,
+    choices: Sequence[DraftChoice] = (),
+    **how: Any,
+) -> Decoder:
     target, draft = runners
     shape = tree_of(tree)
     num_drafted = shape.num_drafted if shape else NUM_DRAFTED
     window, sinks = WAYS[name or "window"]
 
-    def make_drafter(rule: Any) -> Any:  # noqa: ANN401 - any rule
+    def make_drafter(rule: Any) -> Any:
         config = WindowConfig(window=window, sinks=sinks)
         sizes: Any = {"num_draft_tokens": num_drafted, "vocab_size": target.vocab_size, "tree": tree}
         drafter = WindowDrafter(parts_of(draft, config=config, rule=rule, **sizes))
@@ -93,11 +98,20 @@ def decode(*given: Any, num_new: int = 24, **how: Any) -> list[RowCompletion]:
 
 
 @pytest.mark.seconds
-@pairs(name=[*WAYS], rule_name=["speculative", "coupled"], tree=[None, "2x2x1"], replay=[True, FakeRecorder()],
-       where=lambda rule_name, tree, **_: tree is None or rule_name == "speculative")  # fmt: skip
+@pairs(
+    name=[*WAYS],
+    rule_name=["speculative", "coupled"],
+    tree=[None, "2x2x1"],
+    replay=[True, FakeRecorder()],
+    where=lambda rule_name, tree, **_: tree is None or rule_name == "speculative",
+)
 def test_greedy_and_coupled_texts_are_those_of_plain_decoding(
-    name: str, rule_name: str, tree: str | None, replay: Any, runners: tuple[LeanRunner, LeanRunner]  # noqa: ANN401
-) -> None:  # fmt: skip
+    name: str,
+    rule_name: str,
+    tree: str | None,
+    replay: Any,
+    runners: tuple[LeanRunner, LeanRunner],
+) -> None:
     how: dict[str, Any] = {"temperature": 0.9 if rule_name == "coupled" else 0.0, "rule_name": rule_name}
     found = decode(runners, name, tree=tree, replay=replay, **how)
     assert ids_of(found) == ids_of(decode(runners, None, **how))
@@ -116,7 +130,7 @@ def test_a_text_is_the_same_alone_and_behind_rows_that_have_ended(
 class Reference:
     """A row of a draft as transformers' model computes it, with a cache from which tokens are taken out."""
 
-    def __init__(self, library: Any, *, window: int, sinks: int) -> None:  # noqa: ANN401 - a model
+    def __init__(self, library: Any, *, window: int, sinks: int) -> None:
         self._library, self._window, self._sinks = library, window, sinks
         self._cache, self._positions = DynamicCache(), list[int]()
 
@@ -148,24 +162,32 @@ class Reference:
         number, num_kept = len(ids), len(self._positions)
         mask = torch.cat([torch.ones(number, num_kept), torch.ones(number, number).tril()], 1).log()[None, None]
         found = self._library(
-            torch.tensor([ids]), position_ids=torch.tensor([positions]), past_key_values=self._cache,
+            torch.tensor([ids]),
+            position_ids=torch.tensor([positions]),
+            past_key_values=self._cache,
             attention_mask=mask,
-        )  # fmt: skip
+        )
         self._positions += positions
         logits_V: Tensor = found.logits[0, -1].double()
         return logits_V
 
 
-def cast_any(value: object) -> Any:  # noqa: ANN401
+def cast_any(value: object) -> Any:
     return value
 
 
 @pytest.mark.seconds
 @pytest.mark.parametrize(
     ("name", "tree", "pauses"),
-    [("window", None, 0), ("window", None, 2), ("no first tokens", "2x2x1", 0), heavy("nearly all", None, 70),
-     heavy("window", "2x2x1", 0), heavy("no first tokens", None, 70)],
-)  # fmt: skip
+    [
+        ("window", None, 0),
+        ("window", None, 2),
+        ("no first tokens", "2x2x1", 0),
+        heavy("nearly all", None, 70),
+        heavy("window", "2x2x1", 0),
+        heavy("no first tokens", None, 70),
+    ],
+)
 def test_every_draft_has_the_law_of_a_model_that_sees_the_window(
     name: str, tree: str | None, pauses: int, runners: tuple[LeanRunner, LeanRunner], folder: Path
 ) -> None:
@@ -174,10 +196,10 @@ def test_every_draft_has_the_law_of_a_model_that_sees_the_window(
     window, sinks = WAYS[name]
     seen, shape, number = list[tuple[list[int], int, Any]](), tree_of(tree), 0
 
-    def watch(drafter: Any) -> None:  # noqa: ANN401
+    def watch(drafter: Any) -> None:
         propose = drafter.propose
 
-        def watched(rows: Any, **named: Any) -> Any:  # noqa: ANN401
+        def watched(rows: Any, **named: Any) -> Any:
             text = rows.tokens_BS[0, : rows.lengths_B[0]].tolist()
             found = propose(rows, **named)
             seen.append((text, named["num_unread"], (found.ids_BK[0].tolist(), found.drawn_law[0].clone())))

@@ -45,28 +45,44 @@ def placed(parts: object) -> PlacementConfig:
         ({"top_k": 1.5}, "top_k=1.5 must be a whole number or None: at least 1, or None for the whole vocabulary"),
         ({"top_k": 0}, "top_k=0 must be at least 1, or None for the whole vocabulary"),
         ({"max_new_tokens": True}, "max_new_tokens=True must be a whole number: at least 1, for example 64"),
-        ({"num_draft_tokens": "many"},
-         "num_draft_tokens=many must be at least 1 and at most 1024, for example 4, or auto"),
+        (
+            {"num_draft_tokens": "many"},
+            "num_draft_tokens=many must be at least 1 and at most 1024, for example 4, or auto",
+        ),
         ({"num_draft_tokens": 0}, "num_draft_tokens=0 must be at least 1 and at most 1024, for example 4, or auto"),
         ({"seed": None}, "seed=None must be a whole number: between 0 and 2^63 - 1"),
         ({"stop_strings": 5}, "stop_strings=5 must be a text or a list of texts"),
-        ({"stop_strings": ["a", ""]},
-         'stop_strings has an empty string, which matches everywhere: give texts such as stop_strings=["\\n\\n"]'),
+        (
+            {"stop_strings": ["a", ""]},
+            'stop_strings has an empty string, which matches everywhere: give texts such as stop_strings=["\\n\\n"]',
+        ),
         ({"chat": "yes"}, "chat='yes' must be True or False"),
         ({"chat": True}, "chat=True needs a tokenizer with a chat template; leave chat out, or use a chat model"),
         ({"verification": "fast"}, "unknown verification 'fast': there are block, coupled, greedy, speculative"),
-        ({"verification": "greedy"},
-         ("verification=greedy keeps the target's distribution at temperature 0 only, and temperature is 0.8: use "
-         "temperature=0, verification=speculative, verification=block or verification=coupled")),
+        (
+            {"verification": "greedy"},
+            (
+                "verification=greedy keeps the target's distribution at temperature 0 only, and temperature is 0.8: "
+                "use temperature=0, verification=speculative, verification=block or verification=coupled"
+            ),
+        ),
         ({"streamer": 1}, "streamer=1 must be a streamer of transformers, such as TextStreamer(pair.tokenizer)"),
-        ({"temperature": "hot", "seed": 1.0},
-         ("2 problems in the arguments:\n  1. temperature='hot' must be a number: 0 (greedy) or at least 1e-06, for "
-         "example 0.8\n  2. seed=1.0 must be a whole number: between 0 and 2^63 - 1")),
-        ({"max_new_tokens": 5000},
-         ("prompt 'import os' has 3 tokens, and with max_new_tokens=5000 that is more than the context of 2048; "
-         "max_new_tokens=2045 would fit")),
+        (
+            {"temperature": "hot", "seed": 1.0},
+            (
+                "2 problems in the arguments:\n  1. temperature='hot' must be a number: 0 (greedy) or at least 1e-06, "
+                "for example 0.8\n  2. seed=1.0 must be a whole number: between 0 and 2^63 - 1"
+            ),
+        ),
+        (
+            {"max_new_tokens": 5000},
+            (
+                "prompt 'import os' has 3 tokens, and with max_new_tokens=5000 that is more than the context of 2048; "
+                "max_new_tokens=2045 would fit"
+            ),
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_wrong_argument_is_named_with_what_would_work(pair: Pair, arguments: dict[str, Any], message: str) -> None:
     if message.endswith(", or auto"):
         need("adaptive")
@@ -95,7 +111,7 @@ def test_a_wrong_argument_is_named_with_what_would_work(pair: Pair, arguments: d
         ("\ud800", "a lone surrogate: write it in UTF-8"),
     ],
 )
-def test_what_is_no_prompt_is_refused(pair: Pair, prompts: Any, message: str) -> None:  # noqa: ANN401 - anything
+def test_what_is_no_prompt_is_refused(pair: Pair, prompts: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         pair.generate(prompts, max_new_tokens=2)
     assert not OF_COMMANDS.search(str(caught.value))
@@ -165,21 +181,34 @@ def test_load_and_plan_refuse_in_words_of_the_library(
         *(
             (function, {given: 2}, f"unknown argument {given!r} of {function.__name__}: did you mean {meant}")
             for function, given, meant in (
-                (Pair.generate, "max_tokens", "max_new_tokens?"), (Pair.generate, "max_length", "max_new_tokens?"),
-                (Pair.generate, "temprature", "temperature?"), (Pair.generate, "stop", "stop_strings?"),
-                (Pair.generate, "num_assistant_tokens", "num_draft_tokens?"), (Pair.generate, "n", "num_samples?"),
-                (Pair.generate, "gamma", "num_draft_tokens?"), (Pair.generate, "do_sample", "temperature?"),
-                (load, "torch_dtype", "dtype?"), (load, "assistant_model", "draft?"), (load, "target", "model?"),
-                (Pair.generate, "rule", "verification?"), (Pair.generate, "top_logprobs", "logprobs?"),
+                (Pair.generate, "max_tokens", "max_new_tokens?"),
+                (Pair.generate, "max_length", "max_new_tokens?"),
+                (Pair.generate, "temprature", "temperature?"),
+                (Pair.generate, "stop", "stop_strings?"),
+                (Pair.generate, "num_assistant_tokens", "num_draft_tokens?"),
+                (Pair.generate, "n", "num_samples?"),
+                (Pair.generate, "gamma", "num_draft_tokens?"),
+                (Pair.generate, "do_sample", "temperature?"),
+                (load, "torch_dtype", "dtype?"),
+                (load, "assistant_model", "draft?"),
+                (load, "target", "model?"),
+                (Pair.generate, "rule", "verification?"),
+                (Pair.generate, "top_logprobs", "logprobs?"),
                 (plan, "gpus", "num_gpus?"),
             )
         ),
         (load, {"xyzzy": 1}, "unknown argument 'xyzzy' of load: it takes model, draft, dtype, quantization, cache_"),
-        (plan, {"n_predict": 2, "batch": 4},
-         ("2 problems in the arguments:\n  1. unknown argument 'n_predict' of plan: did you mean max_new_tokens?\n"
-         "  2. unknown argument 'batch' of plan: did you mean batch_size?")),
+        (
+            plan,
+            {"n_predict": 2, "batch": 4},
+            (
+                "2 problems in the arguments:\n"
+                "  1. unknown argument 'n_predict' of plan: did you mean max_new_tokens?\n"
+                "  2. unknown argument 'batch' of plan: did you mean batch_size?"
+            ),
+        ),
     ],
-)  # fmt: skip
+)
 def test_an_unknown_argument_is_a_sentence_with_the_one_that_was_meant(
     function: Callable[..., object], given: dict[str, int], message: str
 ) -> None:
@@ -222,5 +251,5 @@ def test_a_dtype_is_ours_or_that_of_torch(given: object) -> None:
 
 @pytest.mark.seconds
 @pytest.mark.parametrize("given", [heavy("cpu"), torch.device("cpu"), heavy(DeviceKind.cpu)])
-def test_a_device_is_ours_or_that_of_torch(given: Any) -> None:  # noqa: ANN401 - of several types
+def test_a_device_is_ours_or_that_of_torch(given: Any) -> None:
     assert load("tiny", device=given).device == torch.device("cpu")

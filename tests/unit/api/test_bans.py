@@ -34,9 +34,12 @@ def test_greedy_text_is_that_of_transformers(draft: str | None) -> None:
     )
     spelled = [text for word in words for text in (word, f" {word.lstrip()}")]
     wanted = library_text(
-        found.prompt_ids, max_new_tokens=12, min_new_tokens=7, sequence_bias=[[[eos], 40.0], [[223], -3.0]],
+        found.prompt_ids,
+        max_new_tokens=12,
+        min_new_tokens=7,
+        sequence_bias=[[[eos], 40.0], [[223], -3.0]],
         bad_words_ids=[pair.tokenizer(text, add_special_tokens=False).input_ids for text in spelled],
-    )  # fmt: skip
+    )
     assert found.token_ids == wanted
     assert (len(found.token_ids), found.finish_reason) == (8, "eos")
     assert free.text.startswith(words[0])
@@ -44,7 +47,7 @@ def test_greedy_text_is_that_of_transformers(draft: str | None) -> None:
 
 
 @pytest.mark.seconds
-def test_what_a_run_cannot_do_is_said(tmp_path: Any) -> None:  # noqa: ANN401
+def test_what_a_run_cannot_do_is_said(tmp_path: Any) -> None:
     words = ["task=generate", "prompt=x", "sampling.logit_bias={99999: 1}", f"run_dir={tmp_path}/run"]
     ended = launch(*words)
     assert (ended.code, "sampling.logit_bias names token 99999, and the model knows" in ended.err) == (2, True)

@@ -53,7 +53,7 @@ def test_ten_calls_are_traced_once(pair: Pair, monkeypatch: pytest.MonkeyPatch) 
     traced_of_cpus = module_of("cpu.tracing").Traced
     trace = traced_of_cpus._trace
 
-    def counted(self: Any, *arguments: Any) -> Any:  # noqa: ANN401 - passed on
+    def counted(self: Any, *arguments: Any) -> Any:
         traced.append(self)
         return trace(self, *arguments)
 
@@ -126,9 +126,15 @@ def test_the_texts_are_those_of_a_run(pair: Pair, tmp_path: Path) -> None:
     prompts = [*PROMPTS, PROMPTS[0]]
     (tmp_path / "p.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
     ended = launch(
-        "task=generate", "draft=tiny-draft", "max_new_tokens=12", "num_samples=2", "seed=3", "batch_size=3",
-        f"prompts={tmp_path}/p.jsonl", f"run_dir={tmp_path}/run",
-    )  # fmt: skip
+        "task=generate",
+        "draft=tiny-draft",
+        "max_new_tokens=12",
+        "num_samples=2",
+        "seed=3",
+        "batch_size=3",
+        f"prompts={tmp_path}/p.jsonl",
+        f"run_dir={tmp_path}/run",
+    )
     assert ended.code == 0, ended.err
     texts = {(line["index"], line["sample"]): line["token_ids"] for line in ended.lines}
     found = pair.generate(prompts, max_new_tokens=12, num_samples=2, seed=3)
@@ -220,7 +226,7 @@ def test_a_repr_is_a_line(pair: Pair) -> None:
 class Interrupting(TextStreamer):
     """Is interrupted at the third group of tokens, as by Ctrl-C in a notebook."""
 
-    def __init__(self, tokenizer: Any) -> None:  # noqa: ANN401 - a tokenizer
+    def __init__(self, tokenizer: Any) -> None:
         super().__init__(tokenizer)
         self.num_put = 0
 

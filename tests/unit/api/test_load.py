@@ -48,7 +48,7 @@ def tokenizer() -> PreTrainedTokenizerBase:
 @pytest.mark.parametrize(
     ("number", "words"), [(-1, "at least 0 rows"), ("2", "a whole number"), (True, "a whole number")]
 )
-def test_a_wrong_number_of_spare_rows_is_one_sentence(number: Any, words: str) -> None:  # noqa: ANN401
+def test_a_wrong_number_of_spare_rows_is_one_sentence(number: Any, words: str) -> None:
     with pytest.raises(ConfigError, match=f"^spare_rows={number!r} must be {words}"):
         load(TINY, spare_rows=number)
 
@@ -140,9 +140,12 @@ def test_models_whose_weights_are_elsewhere_are_refused() -> None:
 @pytest.mark.heavy
 def test_each_model_has_its_own_format_on_request() -> None:
     pair = load(
-        "tiny", "tiny-draft", dtype=(torch.float32, "bf16"), quantization=("int8_weight_only", None),
+        "tiny",
+        "tiny-draft",
+        dtype=(torch.float32, "bf16"),
+        quantization=("int8_weight_only", None),
         cache_dtype=(None, "fp16"),
-    )  # fmt: skip
+    )
     target, draft = pair.models.target, pair.models.draft
     assert isinstance(target, LeanRunner)
     assert isinstance(draft, LeanRunner)
@@ -222,11 +225,14 @@ def test_a_fallback_serves_the_calls_that_let_k_be_chosen() -> None:
 @pytest.mark.parametrize(
     "draft",
     [
-        {"model": "tiny-draft", "fallback": "nosuch"}, {"model": "tiny-draft", "sinks": 2},
-        {"kind": "self", "layers": 2, "sinks": 2}, {"kind": "self", "layers": 99}, {"kind": "self"},
+        {"model": "tiny-draft", "fallback": "nosuch"},
+        {"model": "tiny-draft", "sinks": 2},
+        {"kind": "self", "layers": 2, "sinks": 2},
+        {"kind": "self", "layers": 99},
+        {"kind": "self"},
         {"kind": "ngram", "fallback": "ngram", "longest": 0},
     ],
-)  # fmt: skip
+)
 def test_messages_name_settings_as_the_library_has_them(draft: dict[str, object]) -> None:
     with pytest.raises(ConfigError) as refused, load("tiny", draft) as pair:
         pair.generate("a")

@@ -30,14 +30,30 @@ from tests.helpers.in_process import planned
         ),
         (
             {
-                "model": "30B", "draft": "7B", "hardware": "p4d_24xlarge", "placement": "sharded", "dtype": "fp16",
-                "quantization": ("int8", None), "cache_dtype": ("fp8", None), "num_draft_tokens": "auto",
-                "acceptance": 0.6, "prompt_tokens": 100, "max_new_tokens": 200,
+                "model": "30B",
+                "draft": "7B",
+                "hardware": "p4d_24xlarge",
+                "placement": "sharded",
+                "dtype": "fp16",
+                "quantization": ("int8", None),
+                "cache_dtype": ("fp8", None),
+                "num_draft_tokens": "auto",
+                "acceptance": 0.6,
+                "prompt_tokens": 100,
+                "max_new_tokens": 200,
             },
             [
-                "model=30B", "draft=7B", "hardware=p4d_24xlarge", "placement=sharded", "model.dtype=fp16",
-                "draft.model.dtype=fp16", "model.quantization=int8", "model.cache_dtype=fp8",
-                "speculation.num_draft_tokens=auto", "speculation.acceptance=0.6", "prompt_tokens=100",
+                "model=30B",
+                "draft=7B",
+                "hardware=p4d_24xlarge",
+                "placement=sharded",
+                "model.dtype=fp16",
+                "draft.model.dtype=fp16",
+                "model.quantization=int8",
+                "model.cache_dtype=fp8",
+                "speculation.num_draft_tokens=auto",
+                "speculation.acceptance=0.6",
+                "prompt_tokens=100",
                 "max_new_tokens=200",
             ],
         ),
@@ -50,7 +66,7 @@ from tests.helpers.in_process import planned
             ["model=llama3_1B", "draft=ngram", "hardware=laptop_cpu"],
         ),
     ],
-)  # fmt: skip
+)
 def test_a_plan_is_that_of_the_command(arguments: dict[str, Any], settings: list[str]) -> None:
     assert json.loads(json.dumps(document(plan(**arguments)))) == planned(*settings)
 

@@ -40,13 +40,16 @@ PROMPTS = ["t5 t9 t3 " * 12, "t7 t8"]
 OF_TARGET: dict[str, dict[str, Any]] = {
     "self as int8": {"kind": "self", "quantization": "int8_weight_only"},
     "self as int8, a layer and a window": {
-        "kind": "self", "quantization": "int8_weight_only", "layers": [0], "window": 8,
+        "kind": "self",
+        "quantization": "int8_weight_only",
+        "layers": [0],
+        "window": 8,
     },
     "self as int4": {"kind": "self", "quantization": "int4_weight_only"},
     "self, a layer": {"kind": "self", "layers": 1},
     "self, a window": {"kind": "self", "window": 8},
     "copies": {"kind": "ngram", "history": 0},
-}  # fmt: skip
+}
 """Drafts without weights of their own; texts of earlier calls, which prompt look-up copies, stay after an update."""
 EXTENSIONS = {"self": "self_drafts", "copies": "copies", "windows": "windows", "tokenizers": "tokenizers"}
 """By the first word of a kind of draft."""
@@ -85,7 +88,7 @@ def save_pair(folder: Path, kind: str) -> tuple[Path, Draft]:
     return target, "mtp" if kind.startswith("mtp ") else draft
 
 
-def loaded(target: Any, draft: Draft, kind: str) -> Pair:  # noqa: ANN401 - as `load` takes it
+def loaded(target: Any, draft: Draft, kind: str) -> Pair:
     """The pair of a kind, in the formats that its name ends with."""
     form, dtype = kind.partition(" as ")[2], ("fp32", "bf16") if "in bf16" in kind else "fp32"
     vocabulary = {"tokenizer": "own"} if kind.startswith("tokenizers") else {}
@@ -125,12 +128,13 @@ def train(model: PreTrainedModel, *, seed: int) -> None:
 
 WHOLE_GROUPS = {"hidden_size": 128, "intermediate_size": 128, "moe_intermediate_size": 128, "vocab_size": 224}
 KINDS = [
-    ("gpt_oss", "int8_weight_only"), ("gpt_neox", "none"),
+    ("gpt_oss", "int8_weight_only"),
+    ("gpt_neox", "none"),
     *(heavy(family, "int4_weight_only") for family in ("llama", "mixtral", "gpt_oss")),
     *(slow("gpt_oss", form) for form in ("fp8_weight_only", "nf4", "fp4")),
     *(slow(family, form) for family in ("qwen2", "glm4_moe") for form in ("fp8_weight_only", "nf4")),
     *(slow(family, "none") for family in FAMILIES if family != "gpt_neox"),
-]  # fmt: skip
+]
 
 
 def texts(pair: Pair) -> list[tuple[list[int], list[int], int]]:
@@ -139,13 +143,16 @@ def texts(pair: Pair) -> list[tuple[list[int], list[int], int]]:
 
 
 @pytest.mark.seconds
-@pytest.mark.parametrize("kind", [
-    *first((*OF_TARGET, "self as int8 of mixtral", "windows of llama", "windows of head", "head in bf16")),
-    *first(("llama as int8_weight_only", "head", "gpt_neox", "mtp qwen2", one_pass_heads.SHARING), num=2),
-    *map(slow, ("llama as int4_weight_only", "qwen3 in 16 bits", "glm4_moe", "mtp glm4_moe", "peagle")),
-    *map(slow, [kind for kind in one_pass_heads.CONFIGS if kind not in {"peagle", one_pass_heads.SHARING}]),
-    slow("tokenizers"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *first((*OF_TARGET, "self as int8 of mixtral", "windows of llama", "windows of head", "head in bf16")),
+        *first(("llama as int8_weight_only", "head", "gpt_neox", "mtp qwen2", one_pass_heads.SHARING), num=2),
+        *map(slow, ("llama as int4_weight_only", "qwen3 in 16 bits", "glm4_moe", "mtp glm4_moe", "peagle")),
+        *map(slow, [kind for kind in one_pass_heads.CONFIGS if kind not in {"peagle", one_pass_heads.SHARING}]),
+        slow("tokenizers"),
+    ],
+)
 def test_an_update_gives_the_texts_of_a_fresh_load(tmp_path: Path, kind: str) -> None:
     """And the accepted tokens, which tell weights of a draft that the rules keep out of the texts."""
     target, draft = save_pair(tmp_path, kind)
@@ -241,7 +248,7 @@ def test_weights_that_need_another_kernel_are_taken_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize("graphs", first([False, True]), ids=["traces", "graphs"])
 def test_a_loop_of_updates_allocates_and_captures_nothing_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, graphs: bool
-) -> None:  # fmt: skip
+) -> None:
     recorder, traces = FakeRecorder(), list[None]()
     traced_of_cpus = module_of("cpu.tracing").Traced
     trace = traced_of_cpus._trace

@@ -14,8 +14,12 @@ from llama_ssp.registry import Registry
 from llama_ssp.weights.checkpoint import inspect
 
 SIZES = {
-    "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2, "num_attention_heads": 8, "vocab_size": 200,
-}  # fmt: skip
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "vocab_size": 200,
+}
 
 
 @pytest.fixture

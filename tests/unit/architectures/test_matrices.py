@@ -18,9 +18,16 @@ from llama_ssp.errors import PlacementError
 
 def shape(**sizes: Any) -> ModelShape:
     known = ModelShape(
-        model_type="llama", num_hidden_layers=2, hidden_size=64, num_attention_heads=8, num_key_value_heads=4,
-        head_dim=8, intermediate_size=1024, vocab_size=4096, max_position_embeddings=128,
-    )  # fmt: skip
+        model_type="llama",
+        num_hidden_layers=2,
+        hidden_size=64,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=8,
+        intermediate_size=1024,
+        vocab_size=4096,
+        max_position_embeddings=128,
+    )
     return replace(known, **sizes)
 
 

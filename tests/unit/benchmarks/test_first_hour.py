@@ -192,10 +192,13 @@ def test_another_path_than_expected_is_a_fault() -> None:
 def test_on_a_cpu_a_step_passes_or_says_why_it_cannot_run(step: Step, tmp_path: Path) -> None:
     [row] = runner.run([step], tmp_path / "hour", num_gpus=0)
     assert (row["result"], row["reason"]) in {
-        (PASS, None), (SKIP, "our attention is for GPUs"),
-        (SKIP, "rounds in 16 bits are for GPUs"), (SKIP, "it needs 2 GPUs, and none can be used"),
-        (SKIP, "it needs 3 GPUs, and none can be used"), (SKIP, "it needs 4 GPUs, and none can be used"),
-    }  # fmt: skip
+        (PASS, None),
+        (SKIP, "our attention is for GPUs"),
+        (SKIP, "rounds in 16 bits are for GPUs"),
+        (SKIP, "it needs 2 GPUs, and none can be used"),
+        (SKIP, "it needs 3 GPUs, and none can be used"),
+        (SKIP, "it needs 4 GPUs, and none can be used"),
+    }
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])

@@ -56,19 +56,24 @@ def test_whoever_is_here_is_measured_and_the_others_are_lines_with_their_reasons
             peer("half", "if mode != 'plain': raise ValueError('no draft')", "plain", "speculative"),
             peer("ends", "print('Killed', file=sys.stderr, flush=True); os._exit(3)", "plain"),
         ],
-        tmp_path, monkeypatch,
-    )  # fmt: skip
+        tmp_path,
+        monkeypatch,
+    )
     assert row["peers"] == dict.fromkeys(["quick", "broken", "half", "ends"], "1.0")
     assert row["lost"] == {
-        "absent, plain": "not here: no checkout", "broken, plain": "failed: MemoryError: none is left",
-        "half, speculative": "failed: ValueError: no draft", "ends, plain": "failed: ended with code 3: Killed",
-    }  # fmt: skip
+        "absent, plain": "not here: no checkout",
+        "broken, plain": "failed: MemoryError: none is left",
+        "half, speculative": "failed: ValueError: no draft",
+        "ends, plain": "failed: ended with code 3: Killed",
+    }
     cells = {(cell["line"], cell["temperature"]): cell for cell in row["cells"]}
     assert [*cells] == [(name, t) for name in ("quick, plain", "quick, speculative", "half, plain") for t in (0.0, 0.8)]
     assert all(len(cell["s"]) == len(cell["first_s"]) == TURNS for cell in cells.values())
     assert {name: cell["rounds"] for (name, _), cell in cells.items()} == {
-        "quick, plain": [8] * TURNS, "quick, speculative": [4] * TURNS, "half, plain": [8] * TURNS,
-    }  # fmt: skip
+        "quick, plain": [8] * TURNS,
+        "quick, speculative": [4] * TURNS,
+        "half, plain": [8] * TURNS,
+    }
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,16 @@
 from benchmarks.served import Served, served, table
 
 ROW = {
-    "model": "Qwen/Qwen3-8B", "system": "h100_sxm", "weights": "", "tp": "1", "concurrency": "17",
-    "input_tokens": "2048", "output_tokens": "64", "ttft_ms": "500", "tpot_ms": "20",
-}  # fmt: skip
+    "model": "Qwen/Qwen3-8B",
+    "system": "h100_sxm",
+    "weights": "",
+    "tp": "1",
+    "concurrency": "17",
+    "input_tokens": "2048",
+    "output_tokens": "64",
+    "ttft_ms": "500",
+    "tpot_ms": "20",
+}
 
 
 def _planned_ms(engine: str, **changed: str) -> float:

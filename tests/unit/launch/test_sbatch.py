@@ -46,21 +46,39 @@ class Job:
             (folder / "bin" / name).chmod(0o755)
 
     def start(
-        self, *options: str, code: int = 4, made: int = 0, state: str = "RUNNING", run_dir: str | None = "a run",
-        restarts: int = 0, task: str | None = None,
-    ) -> subprocess.CompletedProcess[str]:  # fmt: skip
+        self,
+        *options: str,
+        code: int = 4,
+        made: int = 0,
+        state: str = "RUNNING",
+        run_dir: str | None = "a run",
+        restarts: int = 0,
+        task: str | None = None,
+    ) -> subprocess.CompletedProcess[str]:
         """Run the script once, as a task of array 9 if one is given; it ends with `code` after `made` completions."""
         environment = {
-            "PATH": f"{self.folder / 'bin'}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_ID": "7",
-            "SLURM_NNODES": "1", "SLURM_JOB_NODELIST": "n1", "CODE": str(code), "LINES_MADE": str(made),
-            "STATE": state, "RUN_DIR": run_dir or "", "SLURM_RESTART_COUNT": str(restarts),
-        }  # fmt: skip
+            "PATH": f"{self.folder / 'bin'}:{os.environ['PATH']}",
+            "SLURM_SUBMIT_DIR": str(ROOT),
+            "SLURM_JOB_ID": "7",
+            "SLURM_NNODES": "1",
+            "SLURM_JOB_NODELIST": "n1",
+            "CODE": str(code),
+            "LINES_MADE": str(made),
+            "STATE": state,
+            "RUN_DIR": run_dir or "",
+            "SLURM_RESTART_COUNT": str(restarts),
+        }
         if task is not None:
             environment |= {"SLURM_ARRAY_JOB_ID": "9", "SLURM_ARRAY_TASK_ID": task}
         return subprocess.run(
             ["bash", str(ROOT / "launch" / "slurm.sbatch"), *options, *([] if task else ["model=tiny"])],
-            cwd=self.folder, env=environment, capture_output=True, text=True, check=False, timeout=60,
-        )  # fmt: skip
+            cwd=self.folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=60,
+        )
 
     @property
     def num_requeued(self) -> int:

@@ -66,12 +66,20 @@ def test_a_machine_of_the_user_may_be_based_on_several_gpus(own_conf: OwnConf) -
 @pytest.mark.parametrize(
     ("name", "meant"),
     [
-        ("4xa100", "hardware=4xa100_40gb"), ("4xA10G", "hardware=4xa10g"), ("H100", "h100"), ("h10", "h100"),
-        ("16xh100", "hardware=8xh100 hardware.num_nodes=2"), ("12xh100", "hardware=8xh100 hardware.num_gpus=12"),
-        ("16xrtx4090", "hardware=8xrtx4090 hardware.num_gpus=16"), ("4xmi250", "hardware=mi250 hardware.num_gpus=4"),
-        ("8xh10", "hardware=8xh100"), ("2xp5_48xlarge", ""), ("4xlaptop_cpu", ""), ("4x4xh100", ""),
+        ("4xa100", "hardware=4xa100_40gb"),
+        ("4xA10G", "hardware=4xa10g"),
+        ("H100", "h100"),
+        ("h10", "h100"),
+        ("16xh100", "hardware=8xh100 hardware.num_nodes=2"),
+        ("12xh100", "hardware=8xh100 hardware.num_gpus=12"),
+        ("16xrtx4090", "hardware=8xrtx4090 hardware.num_gpus=16"),
+        ("4xmi250", "hardware=mi250 hardware.num_gpus=4"),
+        ("8xh10", "hardware=8xh100"),
+        ("2xp5_48xlarge", ""),
+        ("4xlaptop_cpu", ""),
+        ("4x4xh100", ""),
     ],
-)  # fmt: skip
+)
 def test_an_unknown_machine_is_answered_with_its_own_gpus_and_only_files_of_one_are_counted(
     name: str, meant: str
 ) -> None:
@@ -81,9 +89,16 @@ def test_an_unknown_machine_is_answered_with_its_own_gpus_and_only_files_of_one_
 
 def test_all_problems_of_a_file_are_told_at_once() -> None:
     figures = _figures() | {
-        "num_gpus": -8, "memory_bytes": 1.5, "kernel_s": -1, "link": {"latency_s": 0}, "wheels": 4,
-        "flops_per_s": {"fp16": 0, "fp8": 1e15}, "device": "tpu", "num_nodes": 2, "network": None,
-    }  # fmt: skip
+        "num_gpus": -8,
+        "memory_bytes": 1.5,
+        "kernel_s": -1,
+        "link": {"latency_s": 0},
+        "wheels": 4,
+        "flops_per_s": {"fp16": 0, "fp8": 1e15},
+        "device": "tpu",
+        "num_nodes": 2,
+        "network": None,
+    }
     del figures["bandwidth_bytes_per_s"]
     assert sorted(hardware.problems_of(figures)) == [
         "hardware.bandwidth_bytes_per_s is missing",
@@ -129,22 +144,41 @@ def test_a_sound_file_has_no_problems_and_something_else_than_a_mapping_has_one(
 @pytest.mark.parametrize(
     ("driver_name", "num_gpus", "entry"),
     [
-        ("NVIDIA A100-SXM4-40GB", 4, "4xa100_40gb"), ("NVIDIA A100-SXM4-80GB", 8, "8xa100_80gb"),
-        ("NVIDIA A100-SXM4-80GB", 1, "a100_80gb"), ("NVIDIA H100 80GB HBM3", 1, "h100"),
-        ("NVIDIA H100 80GB HBM3", 8, "8xh100"), ("NVIDIA H100 PCIe", 1, "h100_pcie"),
-        ("NVIDIA H100 NVL", 2, "2xh100_nvl"), ("NVIDIA H200", 1, "h200"), ("NVIDIA GH200 480GB", 1, "gh200"),
-        ("NVIDIA L40S", 4, "4xl40s"), ("NVIDIA A10G", 1, "a10g"), ("NVIDIA A10", 1, "a10"), ("NVIDIA L4", 1, "l4"),
-        ("NVIDIA B200", 8, "8xb200"), ("NVIDIA B300 SXM6 AC", 8, "8xb300"), ("NVIDIA GB200", 4, "4xgb200"),
-        ("NVIDIA GeForce RTX 3090", 1, "rtx3090"), ("NVIDIA GeForce RTX 4090", 2, "2xrtx4090"),
-        ("NVIDIA GeForce RTX 5090", 1, "rtx5090"), ("Tesla T4", 1, "t4"),
+        ("NVIDIA A100-SXM4-40GB", 4, "4xa100_40gb"),
+        ("NVIDIA A100-SXM4-80GB", 8, "8xa100_80gb"),
+        ("NVIDIA A100-SXM4-80GB", 1, "a100_80gb"),
+        ("NVIDIA H100 80GB HBM3", 1, "h100"),
+        ("NVIDIA H100 80GB HBM3", 8, "8xh100"),
+        ("NVIDIA H100 PCIe", 1, "h100_pcie"),
+        ("NVIDIA H100 NVL", 2, "2xh100_nvl"),
+        ("NVIDIA H200", 1, "h200"),
+        ("NVIDIA GH200 480GB", 1, "gh200"),
+        ("NVIDIA L40S", 4, "4xl40s"),
+        ("NVIDIA A10G", 1, "a10g"),
+        ("NVIDIA A10", 1, "a10"),
+        ("NVIDIA L4", 1, "l4"),
+        ("NVIDIA B200", 8, "8xb200"),
+        ("NVIDIA B300 SXM6 AC", 8, "8xb300"),
+        ("NVIDIA GB200", 4, "4xgb200"),
+        ("NVIDIA GeForce RTX 3090", 1, "rtx3090"),
+        ("NVIDIA GeForce RTX 4090", 2, "2xrtx4090"),
+        ("NVIDIA GeForce RTX 5090", 1, "rtx5090"),
+        ("Tesla T4", 1, "t4"),
         ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", 1, "rtx_pro_6000"),
-        *((name, 1, None) for name in (
-            "NVIDIA A100 80GB PCIe", "NVIDIA GeForce RTX 3080", "NVIDIA A100-SXM4-80GB MIG 1g.10gb",
-            "NVIDIA GeForce RTX 3090 Ti", "NVIDIA GeForce RTX 4090 D", "NVIDIA GeForce RTX 4090 Laptop GPU",
-            "NVIDIA GH200 144G HBM3e",
-        )),
+        *(
+            (name, 1, None)
+            for name in (
+                "NVIDIA A100 80GB PCIe",
+                "NVIDIA GeForce RTX 3080",
+                "NVIDIA A100-SXM4-80GB MIG 1g.10gb",
+                "NVIDIA GeForce RTX 3090 Ti",
+                "NVIDIA GeForce RTX 4090 D",
+                "NVIDIA GeForce RTX 4090 Laptop GPU",
+                "NVIDIA GH200 144G HBM3e",
+            )
+        ),
     ],
-)  # fmt: skip
+)
 def test_gpus_are_recognised_by_the_name_that_the_driver_gives_them(
     driver_name: str, num_gpus: int, entry: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,9 +17,7 @@ from tests.helpers.models import tiny_config
 from tests.helpers.repository import ROOT
 
 NUM_RANKS = 4
-SIZES = {
-    "hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 16, "vocab_size": 8192,
-}  # fmt: skip
+SIZES = {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 16, "vocab_size": 8192}
 FAMILIES: dict[str, tuple[dict[str, int], list[tuple[str, str]]]] = {
     "llama": (
         {"num_hidden_layers": 38, "num_key_value_heads": 16},
@@ -123,8 +121,12 @@ def test_no_rank_takes_15_percent_more_than_its_shard_while_it_loads(family: str
     _, cases = FAMILIES[family]
     done = subprocess.run(
         [sys.executable, "-c", MEASURE, str(tmp_path), str(NUM_RANKS), json.dumps(cases)],
-        cwd=ROOT, capture_output=True, text=True, check=False, env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
     measured = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(measured) == NUM_RANKS * len(cases), done.stderr
     for form, dtype, rank, peak_bytes, planned_bytes in measured:

@@ -23,9 +23,13 @@ from tests.unit.models.llama.test_decoder import random_ids
 
 CONTEXT, PROMPT = 32768, 3000
 ROPE = {
-    "rope_theta": 500000.0, "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "rope_theta": 500000.0,
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
-}  # fmt: skip
+}
 CAPACITIES = 8192, CONTEXT
 
 

@@ -192,9 +192,13 @@ def test_prompts_that_one_rank_cannot_capture_no_rank_replays(refused: str) -> N
             for kind in ("llama", "llama, no groups")
         )
         made = make_decoder(
-            target, draft, comm=comm, holders=(comm, comm), num_draft_tokens=1,
+            target,
+            draft,
+            comm=comm,
+            holders=(comm, comm),
+            num_draft_tokens=1,
             replay=refusing if comm.rank else WatchedGraphs,
-        )  # fmt: skip
+        )
         complete(made, wanted)
         assert isinstance(made.executor, GraphExecutor)
         return {name for name, *_ in made.executor._graphs}

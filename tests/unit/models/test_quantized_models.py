@@ -40,9 +40,13 @@ CPU = torch.device("cpu")
 WIDE: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 256}
 FORMS = [form.name for form in formats().values() if form.is_quantized and not form.is_stored_alone]
 IMPLEMENTATIONS = [
-    ("llama", "lean"), ("llama", "modules"), ("qwen2", "lean"), ("gpt_neox", "modules"), ("gpt_neo", "modules"),
+    ("llama", "lean"),
+    ("llama", "modules"),
+    ("qwen2", "lean"),
+    ("gpt_neox", "modules"),
+    ("gpt_neo", "modules"),
     ("gemma2", "modules"),
-]  # fmt: skip
+]
 every_form = pytest.mark.parametrize("form", FORMS)
 Saved = Callable[[str], Path]
 
@@ -67,7 +71,7 @@ def load(
     *,
     comm: Comm | None = None,
     dtype: torch.dtype = torch.float32,
-) -> Any:  # noqa: ANN401 - a runner, whose insides are looked at
+) -> Any:
     comm = comm or Comm.single()
     if implementation == "lean":
         # The head's kernel is named, since a packed one does not tell its bytes.

@@ -29,14 +29,21 @@ from tests.helpers.stages import loadings, on_stages
 
 SPLITS = [(2, 1), (3, 1), (4, 1), (2, 2)]
 KINDS: dict[str, dict[str, Any]] = {
-    "llama": {}, "llama, tied": {"tie_word_embeddings": True}, "mistral": {}, "gpt_neox": {}, "gemma2": {},
+    "llama": {},
+    "llama, tied": {"tie_word_embeddings": True},
+    "mistral": {},
+    "gpt_neox": {},
+    "gemma2": {},
     "qwen3_moe": {"head_dim": 32},
-}  # fmt: skip
+}
 """Models whose layers are alike."""
-LIBRARY = [*sample(
-    (name for name in FAMILIES if not name.startswith("gemma4")), every=6,
-    always=("gpt_neo", "gpt_oss", "qwen3_next, dense", "falcon_h1", "bamba", "deepseek_v3", "gemma3_text"),
-)]  # fmt: skip
+LIBRARY = [
+    *sample(
+        (name for name in FAMILIES if not name.startswith("gemma4")),
+        every=6,
+        always=("gpt_neo", "gpt_oss", "qwen3_next, dense", "falcon_h1", "bamba", "deepseek_v3", "gemma3_text"),
+    )
+]
 """Of transformers' modules: windows, layers in tuples, states of recurrences, latents, experts."""
 
 
@@ -112,9 +119,14 @@ def test_each_rank_holds_the_weights_that_a_plan_counts(
 
 
 UNLIKE: dict[str, dict[str, Any]] = {
-    "deepseek_v3": {}, "glm4_moe": {"first_k_dense_replace": 2}, "kimi_linear": {}, "lfm2_moe": {}, "nemotron_h": {},
-    "qwen3_next": {"layer_types": ["linear_attention"] * 3 + ["full_attention"]}, "bamba": {"attn_layer_indices": [3]},
-}  # fmt: skip
+    "deepseek_v3": {},
+    "glm4_moe": {"first_k_dense_replace": 2},
+    "kimi_linear": {},
+    "lfm2_moe": {},
+    "nemotron_h": {},
+    "qwen3_next": {"layer_types": ["linear_attention"] * 3 + ["full_attention"]},
+    "bamba": {"attn_layer_indices": [3]},
+}
 """Layers that differ: dense ones before experts, recurrences and attention, and stages without either."""
 
 
@@ -163,19 +175,30 @@ def test_layers_that_differ_are_shared_out_by_what_each_of_them_holds(tmp_path: 
 
 def shape_of(num_layers: int, vocab_size: int) -> ModelShape:
     return ModelShape(
-        model_type="llama", num_hidden_layers=num_layers, hidden_size=64, num_attention_heads=4, num_key_value_heads=4,
-        head_dim=16, intermediate_size=128, vocab_size=vocab_size, max_position_embeddings=128,
-    )  # fmt: skip
+        model_type="llama",
+        num_hidden_layers=num_layers,
+        hidden_size=64,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        head_dim=16,
+        intermediate_size=128,
+        vocab_size=vocab_size,
+        max_position_embeddings=128,
+    )
 
 
 @pytest.mark.parametrize(
     ("vocab_size", "num_stages", "wanted"),
     [
-        (16, 1, [12]), (16, 2, [6, 6]), (16, 5, [2, 2, 3, 3, 2]),
+        (16, 1, [12]),
+        (16, 2, [6, 6]),
+        (16, 5, [2, 2, 3, 3, 2]),
         # An output as large as two layers: the last stage has as many layers fewer.
-        (2 * 40960 // 64, 2, [7, 5]), (2 * 40960 // 64, 3, [4, 5, 3]), (16, 12, [1] * 12),
+        (2 * 40960 // 64, 2, [7, 5]),
+        (2 * 40960 // 64, 3, [4, 5, 3]),
+        (16, 12, [1] * 12),
     ],
-)  # fmt: skip
+)
 def test_no_stage_reads_more_than_it_must(vocab_size: int, num_stages: int, wanted: list[int]) -> None:
     stages = stage_layers(shape_of(12, vocab_size), num_stages)
     assert [len(stage) for stage in stages] == wanted

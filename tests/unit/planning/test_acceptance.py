@@ -35,7 +35,7 @@ from tests.helpers.runs import with_toys
 A100 = hardware.load("8xa100_80gb")
 
 
-def of_pair(target: str, draft: str, temperature: float | None = 0.8) -> Any:  # noqa: ANN401 - it must be known
+def of_pair(target: str, draft: str, temperature: float | None = 0.8) -> Any:
     return known(target, draft, temperature=temperature)
 
 
@@ -186,12 +186,21 @@ def test_a_tree_of_one_child_each_has_the_tokens_of_a_chain_and_more_children_ad
 
 
 CURVES = {
-    "DeepSeek-V4 MTP": (2.49, 2.54), "GLM-5.2 MTP": (2.99, 3.91), "Kimi-K2.5 EAGLE-3": (2.88, 3.71),
-    "MiniMax-M3 EAGLE-3": (2.83, 3.53), "Qwen3.5-397B MTP": (3.39, 5.04), "Kimi-K3 DSpark": (2.87, 3.78),
-    "SGLang, MT-Bench": (2.90, 3.86), "SGLang, HumanEval": (3.34, 4.91), "SGLang, GSM8K": (2.55, 2.97),
-    "vLLM, MT-Bench": (2.79, 3.54), "EAGLE, GSM8K": (2.39, 2.75), "EAGLE, CNN/DM": (2.33, 2.70),
-    "EAGLE, ShareGPT": (2.26, 2.59), "EAGLE, InstructCoder": (2.35, 2.76),
-}  # fmt: skip
+    "DeepSeek-V4 MTP": (2.49, 2.54),
+    "GLM-5.2 MTP": (2.99, 3.91),
+    "Kimi-K2.5 EAGLE-3": (2.88, 3.71),
+    "MiniMax-M3 EAGLE-3": (2.83, 3.53),
+    "Qwen3.5-397B MTP": (3.39, 5.04),
+    "Kimi-K3 DSpark": (2.87, 3.78),
+    "SGLang, MT-Bench": (2.90, 3.86),
+    "SGLang, HumanEval": (3.34, 4.91),
+    "SGLang, GSM8K": (2.55, 2.97),
+    "vLLM, MT-Bench": (2.79, 3.54),
+    "EAGLE, GSM8K": (2.39, 2.75),
+    "EAGLE, CNN/DM": (2.33, 2.70),
+    "EAGLE, ShareGPT": (2.26, 2.59),
+    "EAGLE, InstructCoder": (2.35, 2.76),
+}
 """Published tokens per round of heads at K = 3 and 7, with sources in docs/findings/acceptance.md."""
 
 

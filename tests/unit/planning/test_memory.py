@@ -159,10 +159,16 @@ def test_long_contexts_are_planned_with_the_graphs_that_exist_at_a_time() -> Non
 
 
 @pytest.mark.seconds
-@pytest.mark.parametrize(("kind", "value_dim", "rank", "rotary", "positions", "is_expanded"), [
-    ("deepseek_v3", 24, 16, 8, 1, False), ("deepseek_v2", 16, 16, 8, 512, False), ("deepseek_v3", 16, 64, 8, 512, True),
-    ("deepseek_v2", 24, 64, 8, 512, True), ("deepseek_v3", 16, 16, 16, 512, False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "value_dim", "rank", "rotary", "positions", "is_expanded"),
+    [
+        ("deepseek_v3", 24, 16, 8, 1, False),
+        ("deepseek_v2", 16, 16, 8, 512, False),
+        ("deepseek_v3", 16, 64, 8, 512, True),
+        ("deepseek_v2", 24, 64, 8, 512, True),
+        ("deepseek_v3", 16, 16, 16, 512, False),
+    ],
+)
 def test_what_latents_are_made_into_is_planned_as_torch_allocates_it(  # noqa: PLR0917 - a table
     kind: str, value_dim: int, rank: int, rotary: int, positions: int, is_expanded: bool
 ) -> None:
@@ -171,9 +177,12 @@ def test_what_latents_are_made_into_is_planned_as_torch_allocates_it(  # noqa: P
     Rotary keys of 16 numbers have the CPU's operator, which makes neither: masks are then the most.
     """
     sizes = {
-        "v_head_dim": value_dim, "kv_lora_rank": rank, "qk_rope_head_dim": rotary, "head_dim": rotary,
+        "v_head_dim": value_dim,
+        "kv_lora_rank": rank,
+        "qk_rope_head_dim": rotary,
+        "head_dim": rotary,
         "max_position_embeddings": 4096,
-    }  # fmt: skip
+    }
     module, num_slots, batch_size = tiny_model(kind, **sizes), 2048, 2
     module_of("modules.latents").use_latents(module)
     runner = module_runner(module)
@@ -182,9 +191,13 @@ def test_what_latents_are_made_into_is_planned_as_torch_allocates_it(  # noqa: P
     scored_B1 = torch.full((batch_size, 1), positions - 1)
     rows_B = torch.arange(batch_size) if positions > 1 else None
     read = partial(
-        runner.forward, positions_BT % 200, positions_BT, bucket=num_slots, score_positions_BR=scored_B1,
+        runner.forward,
+        positions_BT % 200,
+        positions_BT,
+        bucket=num_slots,
+        score_positions_BR=scored_B1,
         cache_rows_B=rows_B,
-    )  # fmt: skip
+    )
     with torch.inference_mode():
         read()  # makes the cache
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
@@ -197,9 +210,13 @@ def test_what_latents_are_made_into_is_planned_as_torch_allocates_it(  # noqa: P
     assert expands_latents(model.shape, positions) == is_expanded
     prompt = num_slots - 8 if positions > 1 else 1
     spec = make_spec(
-        model, device="cpu", cuda_graphs=False, batch_size=batch_size, prompt_tokens=prompt,
+        model,
+        device="cpu",
+        cuda_graphs=False,
+        batch_size=batch_size,
+        prompt_tokens=prompt,
         max_new_tokens=num_slots - prompt - 1,
-    )  # fmt: skip
+    )
     (planned,) = memory(spec, CPU)
     by_torch = positions > 1 and not model.has_latent_kernel(CPU)
     assert planned.activations_bytes == pytest.approx(most, rel=0.02 if by_torch else 0.1)
@@ -337,9 +354,11 @@ def test_halved_matrices_are_kept_in_whole_blocks_of_inputs() -> None:
 def test_attention_of_equal_bits_keeps_the_sums_of_as_many_groups_as_fit() -> None:
     """64 MiB at the most."""
     plain, equal = (
-        [memory(make_spec("llama3_8B", prompt_tokens=number, equal_bits=is_equal), A100)[0].activations_bytes
-         for number in (100, 4000)]
+        [
+            memory(make_spec("llama3_8B", prompt_tokens=number, equal_bits=is_equal), A100)[0].activations_bytes
+            for number in (100, 4000)
+        ]
         for is_equal in (False, True)
-    )  # fmt: skip
+    )
     assert equal[0] < plain[0]
     assert 0.8 * 2**26 < equal[1] - plain[1] <= 2**26

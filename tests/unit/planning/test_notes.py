@@ -28,10 +28,13 @@ def test_a_plan_says_how_long_a_token_takes_if_its_experts_are_not_captured() ->
 @pytest.mark.parametrize(
     ("spec", "num_notes", "note"),
     [
-        (make_spec("30B", num_ranks=8, cuda_graphs=False), 2,
-         "52 heads over 8 ranks: 7 7 7 7 6 6 6 6; rank 0 needs most"),
+        (
+            make_spec("30B", num_ranks=8, cuda_graphs=False),
+            2,
+            "52 heads over 8 ranks: 7 7 7 7 6 6 6 6; rank 0 needs most",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_plan_says_how_a_target_is_placed_and_what_that_needs(spec: PlanSpec, num_notes: int, note: str) -> None:
     notes = make_plan(spec, A100).notes
     assert len(notes) == num_notes

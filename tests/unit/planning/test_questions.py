@@ -50,7 +50,7 @@ def _answerable(question: dict[str, Any]) -> dict[str, Any]:
     return {**question, "answer": kept}
 
 
-def _at(content: Any, path: str) -> Any:  # noqa: ANN401 - a part of a document
+def _at(content: Any, path: str) -> Any:
     for key in path.split("."):
         content = content[int(key)] if isinstance(content, list) else content[key]
     return content

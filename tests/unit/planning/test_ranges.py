@@ -37,13 +37,19 @@ def test_a_row_that_gives_a_constant_is_fitted_and_its_source_makes_no_forecasts
 @pytest.mark.parametrize(
     ("target", "quantization", "batch_size", "machine", "factors"),
     [
-        ("7B", "none", 1, "8xa100_80gb", NEAR), ("13B", "none", 64, "1xh200", NEAR), ("65B", "none", 1, "8xb200", NEAR),
-        ("7B", "none", 65, "8xa100_80gb", MANY), ("smollm2_135M", "none", 1, "8xa100_80gb", SHORT),
-        ("13B", "int4_weight_only", 1, "8xa100_80gb", PACKED), ("13B", "int4_weight_only", 33, "8xa100_80gb", MANY),
-        ("65B", "none", 1, "8xmi300x", OTHER), ("7B", "int4_weight_only", 1, "l4", FAR),
-        ("7B", "nf4", 1, "8xa100_80gb", FAR), ("mixtral_8x7B", "none", 1, "8xa100_80gb", FAR),
+        ("7B", "none", 1, "8xa100_80gb", NEAR),
+        ("13B", "none", 64, "1xh200", NEAR),
+        ("65B", "none", 1, "8xb200", NEAR),
+        ("7B", "none", 65, "8xa100_80gb", MANY),
+        ("smollm2_135M", "none", 1, "8xa100_80gb", SHORT),
+        ("13B", "int4_weight_only", 1, "8xa100_80gb", PACKED),
+        ("13B", "int4_weight_only", 33, "8xa100_80gb", MANY),
+        ("65B", "none", 1, "8xmi300x", OTHER),
+        ("7B", "int4_weight_only", 1, "l4", FAR),
+        ("7B", "nf4", 1, "8xa100_80gb", FAR),
+        ("mixtral_8x7B", "none", 1, "8xa100_80gb", FAR),
     ],
-)  # fmt: skip
+)
 def test_ranges_are_by_gpu_format_and_rows_wide_where_little_was_measured_and_within_what_the_data_sheet_allows(
     target: str, quantization: str, batch_size: int, machine: str, factors: tuple[float, float]
 ) -> None:

@@ -27,10 +27,16 @@ from llama_ssp.storage.formats import format_of
 from tests.helpers.planning import make_spec, small_model, times_of
 
 MACHINE = replace(
-    hardware.load("8xa100_80gb"), copy_bytes_per_s=1e6, flops_per_s={"fp16": 1e15}, flops_share=1.0, kernel_s=1.0,
-    launch_s=100.0, link=Link(bandwidth_bytes_per_s=1000.0, latency_s=3.0),
-    network=Link(bandwidth_bytes_per_s=100.0, latency_s=70.0), sums=[],
-)  # fmt: skip
+    hardware.load("8xa100_80gb"),
+    copy_bytes_per_s=1e6,
+    flops_per_s={"fp16": 1e15},
+    flops_share=1.0,
+    kernel_s=1.0,
+    launch_s=100.0,
+    link=Link(bandwidth_bytes_per_s=1000.0, latency_s=3.0),
+    network=Link(bandwidth_bytes_per_s=100.0, latency_s=70.0),
+    sums=[],
+)
 NODES_OF_TWO = replace(MACHINE, num_gpus=2, num_nodes=4)
 SLOW = replace(MACHINE, flops_per_s={"fp16": 1e3})
 MODEL = small_model(intermediate_size=512, vocab_size=512)

@@ -44,11 +44,15 @@ def _job(target: TargetPlacement, draft: DraftPlacement, machine: HardwareConfig
 @pytest.mark.parametrize(
     ("name", "stored", "on_gpu"),
     [
-        ("7B", Dtype.fp16, Dtype.fp16), ("gpt_neox_20B", Dtype.fp16, Dtype.fp16), ("llama3_8B", Dtype.bf16, Dtype.bf16),
-        ("tinyllama_1B", Dtype.fp32, Dtype.bf16), ("gemma2_2B", Dtype.fp32, Dtype.bf16),
-        ("gpt_neo_1.3B", Dtype.fp32, Dtype.fp16), ("tiny", Dtype.bf16, Dtype.fp32),
+        ("7B", Dtype.fp16, Dtype.fp16),
+        ("gpt_neox_20B", Dtype.fp16, Dtype.fp16),
+        ("llama3_8B", Dtype.bf16, Dtype.bf16),
+        ("tinyllama_1B", Dtype.fp32, Dtype.bf16),
+        ("gemma2_2B", Dtype.fp32, Dtype.bf16),
+        ("gpt_neo_1.3B", Dtype.fp32, Dtype.fp16),
+        ("tiny", Dtype.bf16, Dtype.fp32),
     ],
-)  # fmt: skip
+)
 def test_a_cpu_computes_in_fp32_unless_told_otherwise_and_a_gpu_in_what_the_entry_says(
     name: str, stored: Dtype, on_gpu: Dtype
 ) -> None:
@@ -97,10 +101,16 @@ def test_a_target_that_a_library_places_runs_in_its_modules_and_without_graphs()
 
 
 SIZES = {
-    "model_type": "exaone", "architectures": ["ExaoneForCausalLM"], "hidden_size": 128, "num_hidden_layers": 3,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 256, "vocab_size": 512,
+    "model_type": "exaone",
+    "architectures": ["ExaoneForCausalLM"],
+    "hidden_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 256,
+    "vocab_size": 512,
     "torch_dtype": "bfloat16",
-}  # fmt: skip
+}
 
 
 def _folder(folder: Path, **changes: Any) -> Path:
@@ -135,12 +145,15 @@ SIZE = "no plan for exaone models: .* does not give {}, "
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
-        ({"hidden_size": None}, SIZE), ({"num_hidden_layers": None}, SIZE),
-        ({"num_attention_heads": None}, SIZE), ({"intermediate_size": None}, SIZE), ({"vocab_size": None}, SIZE),
+        ({"hidden_size": None}, SIZE),
+        ({"num_hidden_layers": None}, SIZE),
+        ({"num_attention_heads": None}, SIZE),
+        ({"intermediate_size": None}, SIZE),
+        ({"vocab_size": None}, SIZE),
         ({"is_encoder_decoder": True}, "do not continue a text"),
         ({"architectures": ["ExaoneForMaskedLM"]}, r"exaone models \(ExaoneForMaskedLM\) do not continue a text"),
     ],
-)  # fmt: skip
+)
 def test_a_family_without_a_record_gives_every_size_and_continues_texts(
     changes: dict[str, Any], complaint: str, tmp_path: Path
 ) -> None:

@@ -37,9 +37,13 @@ W8A8_ZEROS = changed("int8", *WEIGHTS, symmetric=False)
 CHECKPOINTS = yaml.safe_load(Path(__file__).with_name("checkpoints.yaml").read_text())
 LLAMA_8B, LLAMA_70B = CHECKPOINTS[0]["sizes"], CHECKPOINTS[7]["sizes"]
 SMALL = LLAMA_8B | {
-    "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 3, "num_attention_heads": 8,
-    "num_key_value_heads": 4, "vocab_size": 1000,
-}  # fmt: skip
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": 1000,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -66,9 +70,10 @@ def total(model: PlannedModel) -> int:
 
 
 @pytest.mark.seconds
-@pytest.mark.parametrize("one", [
-    pytest.param(one, id=one["name"], marks=pytest.mark.heavy if one.get("heavy") else ()) for one in CHECKPOINTS
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "one",
+    [pytest.param(one, id=one["name"], marks=pytest.mark.heavy if one.get("heavy") else ()) for one in CHECKPOINTS],
+)
 def test_public_checkpoints_are_planned_within_a_percent_of_the_sizes_that_their_pages_state(
     one: dict[str, Any], tmp_path: Path
 ) -> None:

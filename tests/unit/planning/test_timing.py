@@ -166,9 +166,12 @@ MODELS = [entry.name for entry in catalogue.entries() if entry.shape and not ent
 
 @pytest.mark.seconds
 @given(
-    target=st.sampled_from(MODELS), machine=st.sampled_from(MACHINES), power=st.integers(0, 3),
-    prompt_tokens=st.integers(1, 40_000), batch_size=st.integers(1, 64),
-)  # fmt: skip
+    target=st.sampled_from(MODELS),
+    machine=st.sampled_from(MACHINES),
+    power=st.integers(0, 3),
+    prompt_tokens=st.integers(1, 40_000),
+    batch_size=st.integers(1, 64),
+)
 @settings(deadline=None, max_examples=100)
 def test_no_first_token_comes_before_the_devices_could_compute_or_read_it(
     target: str, machine: HardwareConfig, power: int, prompt_tokens: int, batch_size: int
@@ -176,9 +179,13 @@ def test_no_first_token_comes_before_the_devices_could_compute_or_read_it(
     """At the data sheet's rates, over all ranks: every matrix for each position, and each pair of positions twice."""
     num_ranks = min(2**power, machine.num_gpus)
     spec = make_spec(
-        target, num_ranks=num_ranks, prompt_tokens=prompt_tokens, batch_size=batch_size, device=machine.device,
+        target,
+        num_ranks=num_ranks,
+        prompt_tokens=prompt_tokens,
+        batch_size=batch_size,
+        device=machine.device,
         cuda_graphs=machine.device == "cuda",
-    )  # fmt: skip
+    )
     model, held = spec.target, inventory(spec.target.shape)
     shape, rate = model.shape, machine.flops_per_s.get(model.dtype.name) or max(machine.flops_per_s.values())
     pairs = prompt_tokens * (prompt_tokens + 1) / 2

@@ -42,10 +42,12 @@ class Seen(Load):
 @pytest.mark.parametrize(
     ("others", "given", "policy"),
     [
-        (0.4, {}, None), (0.6, {}, "passive"), (2.0, {"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE"),
+        (0.4, {}, None),
+        (0.6, {}, "passive"),
+        (2.0, {"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE"),
         (2.0, {"GOMP_SPINCOUNT": "9"}, None),
     ],
-)  # fmt: skip
+)
 def test_threads_sleep_while_they_wait_next_to_a_busy_core_unless_the_user_says_how(
     monkeypatch: pytest.MonkeyPatch, others: float, given: dict[str, str], policy: str | None
 ) -> None:
@@ -63,9 +65,9 @@ def test_a_policy_that_torch_would_not_read_is_not_set(monkeypatch: pytest.Monke
     assert environ == {}
 
 
-@pytest.mark.parametrize(("others", "num_threads", "num_free"), [
-    (0.0, 2, 2), (0.4, 2, 2), (1.0, 2, 1), (1.0, 1, 1), (7.0, 2, 1),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("others", "num_threads", "num_free"), [(0.0, 2, 2), (0.4, 2, 2), (1.0, 2, 1), (1.0, 1, 1), (7.0, 2, 1)]
+)
 def test_the_threads_of_a_start_are_those_that_have_a_core_of_their_own(
     monkeypatch: pytest.MonkeyPatch, others: float, num_threads: int, num_free: int
 ) -> None:

@@ -69,7 +69,7 @@ def test_a_rank_whose_own_answer_is_late_misses_the_others_alone(monkeypatch: py
         channel.leave()
 
 
-def ended(error: BaseException, watch: Any) -> BaseException:  # noqa: ANN401 - a ControlChannel, or what stands for it
+def ended(error: BaseException, watch: Any) -> BaseException:
     with pytest.raises((Exception, KeyboardInterrupt)) as caught, unify_failure(watch, PHASE):
         raise error
     return caught.value
@@ -87,27 +87,39 @@ def signalled_while(error: BaseException) -> KeyboardInterrupt:
     [
         (CLOSED, Others(gone=(2,)), LostRankError, f"rank 2 is missing while decoding (connection closed); {RESUME}"),
         (
-            LATE, Others(gone=(0, 2)), LostRankError,
+            LATE,
+            Others(gone=(0, 2)),
+            LostRankError,
             f"ranks 0, 2 are missing while decoding (no answer within timeouts.decode_s=5); {RESUME}",
         ),
         (
-            dist.DistBackendError("a rank did not come in time: timed out"), Others(), LostRankError,
+            dist.DistBackendError("a rank did not come in time: timed out"),
+            Others(),
+            LostRankError,
             "ranks lost each other while decoding (no answer within timeouts.decode_s=5), though all are alive; ",
         ),
         (
-            CLOSED, Others(), LostRankError,
+            CLOSED,
+            Others(),
+            LostRankError,
             f"ranks lost each other while decoding (connection closed), though all are alive; {RESUME}",
         ),
         (
-            KeyboardInterrupt(), Others(gone=(2,)), LostRankError,
+            KeyboardInterrupt(),
+            Others(gone=(2,)),
+            LostRankError,
             f"rank 2 is missing while decoding (no answer); {RESUME}",
         ),
         (  # by the alarm of a killed rank
-            KeyboardInterrupt(), Others(gone=(2,), has_failed=True), LostRankError,
+            KeyboardInterrupt(),
+            Others(gone=(2,), has_failed=True),
+            LostRankError,
             f"rank 2 is missing while decoding (connection closed); {RESUME}",
         ),
         (  # a signal of torchrun, which has seen the loss too
-            signalled_while(CLOSED), Others(gone=(2,)), LostRankError,
+            signalled_while(CLOSED),
+            Others(gone=(2,)),
+            LostRankError,
             f"rank 2 is missing while decoding (connection closed); {RESUME}",
         ),
         (KeyboardInterrupt(), Others(), InterruptedRun, "interrupted"),
@@ -116,7 +128,7 @@ def signalled_while(error: BaseException) -> KeyboardInterrupt:
         (ConfigError("no"), Others(), ConfigError, "no"),
         (MemoryError(), Others(), CapacityError, "rank 1 failed while decoding: out of memory: end other programs"),
     ],
-)  # fmt: skip
+)
 def test_an_end_is_a_sentence_that_names_ranks_phase_and_cause(
     error: BaseException, watch: Others, kind: type[SspError], sentence: str
 ) -> None:
@@ -172,7 +184,7 @@ FIRST = "NCCL error in: NCCLUtils.cpp:94, unhandled system error (run with NCCL_
         ("Cuda failure 2 'out of memory'", "end other programs on the GPU"),
         ("Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1000", "one rank for each GPU"),
     ],
-)  # fmt: skip
+)
 def test_the_last_line_and_the_remedy_of_its_kind_are_the_sentence(said: str, remedy: str) -> None:
     error = dist.DistBackendError(f"{FIRST}ncclSystemError: System call failed. \nLast error:\n{said}\n")
     assert exhaustion(error) is None, "its own words would be lost"

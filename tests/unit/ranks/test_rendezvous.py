@@ -43,7 +43,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[HashStore]:
         ((version("llama_ssp"), "2.11.0", ""), r"has torch \S+, and rank 0 on there has 2\.11\.0: "),
         ((version("llama_ssp"), torch.__version__, "2.28.9"), r"has NCCL unknown, and rank 0 on there has 2\.28\.9: "),
     ],
-)  # fmt: skip
+)
 def test_versions_that_differ_are_named_before_ranks_connect(
     theirs: tuple[str, ...], sentence: str, store: HashStore
 ) -> None:
@@ -125,12 +125,23 @@ def test_a_store_that_ends_is_not_called_a_timeout() -> None:
         (("here", 3, 2, "12"), (2, "23"), CPU),
     ],
     ids=[
-        "both", "one for both", "one each", "one that does not start", "two hosts", "enough on the other host",
-        "on both hosts", "none on the other host", "none there", "both or none", "both or one", "one or both",
-        "two each", "one is shared",
+        "both",
+        "one for both",
+        "one each",
+        "one that does not start",
+        "two hosts",
+        "enough on the other host",
+        "on both hosts",
+        "none on the other host",
+        "none there",
+        "both or none",
+        "both or one",
+        "one or both",
+        "two each",
+        "one is shared",
     ],
-)  # fmt: skip
-def test_ranks_choose_from_what_all_see(theirs: Any, mine: Any, device: torch.device) -> None:  # noqa: ANN401 - a table
+)
+def test_ranks_choose_from_what_all_see(theirs: Any, mine: Any, device: torch.device) -> None:
     """Of two ranks the second: host, ranks of the node, GPUs and their ids."""
     host, num_ranks, *gpus = theirs
     ranks = Ranks(rank=1, size=2, local_rank=1, local_size=num_ranks)

@@ -21,9 +21,12 @@ from tests.helpers.sockets import is_loopback
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
 SLURM_STEP = {
-    "SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1", "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
+    "SLURM_PROCID": "5",
+    "SLURM_STEP_NUM_TASKS": "8",
+    "SLURM_LOCALID": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
     "SLURM_STEP_ID": "0",
-}  # fmt: skip
+}
 BATCH_SCRIPT = {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_JOB_ID": "7"}
 FIFTH_OF_EIGHT = Ranks(rank=5, size=8, local_rank=1, local_size=4)
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -42,10 +45,15 @@ ALONE = Ranks(rank=0, size=1, local_rank=0, local_size=1)
         ({}, ALONE),
     ],
     ids=[
-        "torchrun", "torchrun in a SLURM step", "a SLURM step", "a SLURM step on nodes of two sizes",
-        "a SLURM step on nodes of three sizes", "a batch script outside of any step", "plain python",
+        "torchrun",
+        "torchrun in a SLURM step",
+        "a SLURM step",
+        "a SLURM step on nodes of two sizes",
+        "a SLURM step on nodes of three sizes",
+        "a batch script outside of any step",
+        "plain python",
     ],
-)  # fmt: skip
+)
 def test_the_launcher_says_who_a_process_is(environ: dict[str, str], ranks: Ranks) -> None:
     assert read_ranks(environ) == ranks
 
@@ -62,7 +70,7 @@ def test_the_launcher_says_who_a_process_is(environ: dict[str, str], ranks: Rank
         (SLURM_STEP | {"SLURM_STEP_TASKS_PER_NODE": "4(xx)"}, r"SLURM_STEP_TASKS_PER_NODE=4\(xx\) is not"),
         (SLURM_STEP | {"SLURM_NODEID": "first"}, "SLURM_NODEID=first is not"),
     ],
-)  # fmt: skip
+)
 def test_a_variable_that_is_no_number_is_named_with_what_sets_it(environ: dict[str, str], sentence: str) -> None:
     with pytest.raises(ConfigError, match=f"{sentence}.*; torchrun or srun sets it: unset it to run alone"):
         read_ranks(environ)
@@ -71,11 +79,14 @@ def test_a_variable_that_is_no_number_is_named_with_what_sets_it(environ: dict[s
 @pytest.mark.parametrize(
     ("environ", "are_here"),
     [
-        ({}, True), (TORCHRUN | {"LOCAL_WORLD_SIZE": "8"}, True), (TORCHRUN, False),
+        ({}, True),
+        (TORCHRUN | {"LOCAL_WORLD_SIZE": "8"}, True),
+        (TORCHRUN, False),
         ({"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}, False),
-        (SLURM_STEP | {"SLURM_STEP_TASKS_PER_NODE": "8"}, True), (SLURM_STEP, False),
+        (SLURM_STEP | {"SLURM_STEP_TASKS_PER_NODE": "8"}, True),
+        (SLURM_STEP, False),
     ],
-)  # fmt: skip
+)
 def test_only_a_launcher_that_says_so_has_all_ranks_here(environ: dict[str, str], *, are_here: bool) -> None:
     assert are_all_here(environ) == are_here
 

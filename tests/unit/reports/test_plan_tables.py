@@ -162,7 +162,7 @@ def test_the_memory_of_a_pair_is_what_an_h100_took() -> None:
     assert 15.55 <= rank.needed_bytes / GIB <= 1.02 * 15.55  # measured before short prompts were graphs
 
 
-def test_without_a_terminal_no_line_is_wrapped(capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:  # noqa: ANN401
+def test_without_a_terminal_no_line_is_wrapped(capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
     monkeypatch.delenv("COLUMNS", raising=False)
     plan = _plan("30B", "7B", num_ranks=8)
     show(plan)

@@ -88,18 +88,55 @@ def test_the_file_has_the_fields_that_readers_rely_on(tmp_path: Path) -> None:
         folder.write_summary(replace(summary(PLAIN, FAST), forecast=Forecast()))
     written = json.loads((tmp_path / "summary.json").read_text())
     assert set(written) == {
-        "schema_version", "task", "model", "draft", "weights", "placement", "world_size", "num_prompts",
-        "num_new_tokens", "seed", "versions", "git_commit", "plain", "speculative", "speedup", "forecast", "memory",
-        "startup", "overlap", "cells", "evaluation", "excerpts", "prompt_tokens", "experts", "reproducible",
-        "tree", "forced_lengths", "point", "disturbed", "baseline", "machine",
-    }  # fmt: skip
+        "schema_version",
+        "task",
+        "model",
+        "draft",
+        "weights",
+        "placement",
+        "world_size",
+        "num_prompts",
+        "num_new_tokens",
+        "seed",
+        "versions",
+        "git_commit",
+        "plain",
+        "speculative",
+        "speedup",
+        "forecast",
+        "memory",
+        "startup",
+        "overlap",
+        "cells",
+        "evaluation",
+        "excerpts",
+        "prompt_tokens",
+        "experts",
+        "reproducible",
+        "tree",
+        "forced_lengths",
+        "point",
+        "disturbed",
+        "baseline",
+        "machine",
+    }
     assert written["schema_version"] == 1
     assert set(written["plain"]) == {"ms_per_token", "tokens_per_s", "num_target_forwards", "first_token_ms"}
     assert set(written["speculative"]) == {
-        "ms_per_token", "tokens_per_s", "num_rounds", "num_target_forwards", "tokens_per_round", "acceptance_rate",
-        "accepted_histogram", "accepted_by_position", "draft_s", "verify_s", "other_s", "drafted_histogram",
+        "ms_per_token",
+        "tokens_per_s",
+        "num_rounds",
+        "num_target_forwards",
+        "tokens_per_round",
+        "acceptance_rate",
+        "accepted_histogram",
+        "accepted_by_position",
+        "draft_s",
+        "verify_s",
+        "other_s",
+        "drafted_histogram",
         "first_token_ms",
-    }  # fmt: skip
+    }
     assert written["forecast"].pop("tokens_per_round_range") == []
     names = {"plain_ms_per_token", "speculative_ms_per_token", "speedup", "tokens_per_round"}
     assert written["forecast"] == dict.fromkeys(names)
@@ -122,10 +159,21 @@ CONFIG = "seed: 0\nrun_dir: null\ntask:\n  name: compare\n"
 
 def line(index: int = 0, *, text: str = "x", mode: str = "speculative") -> CompletionLine:
     return CompletionLine(
-        index=index, sample=0, mode=mode, prompt="p", text=text, token_ids=[1, 2], num_new_tokens=2,
-        finish_reason="length", num_rounds=1, num_target_forwards=2, accepted_lengths=[0], examined_lengths=[1],
-        ms=2.5, share_s=0.0025,
-    )  # fmt: skip
+        index=index,
+        sample=0,
+        mode=mode,
+        prompt="p",
+        text=text,
+        token_ids=[1, 2],
+        num_new_tokens=2,
+        finish_reason="length",
+        num_rounds=1,
+        num_target_forwards=2,
+        accepted_lengths=[0],
+        examined_lengths=[1],
+        ms=2.5,
+        share_s=0.0025,
+    )
 
 
 def write(path: Path, *lines: CompletionLine) -> None:
@@ -227,7 +275,7 @@ def test_completions_that_are_there_twice_are_refused(tmp_path: Path) -> None:
         (CONFIG, CONFIG + "stop_strings: []\nmin_p: null\n", ""),
     ],
     ids=["several", "nested", "a similar name", "a list", "many", "long", "other types", "changeable", "off"],
-)  # fmt: skip
+)
 def test_a_changed_config_is_refused_by_the_names_of_its_differences(
     old: str, new: str, changes: str, tmp_path: Path
 ) -> None:

@@ -184,9 +184,14 @@ def _copy(folder: Path) -> Path:
 def _run(copy: Path, *words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "launch/run.py", f"run_dir={copy / 'run'}", *words]
     return subprocess.run(
-        command, cwd=copy, env={**os.environ, "PYTHONPATH": str(copy)},
-        capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
+        command,
+        cwd=copy,
+        env={**os.environ, "PYTHONPATH": str(copy)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
 
 
 @pytest.mark.parametrize(

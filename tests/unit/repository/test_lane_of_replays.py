@@ -37,54 +37,110 @@ from tests.stub_gpu.replay_settings import KINDS, Kind
 pytestmark = pytest.mark.seconds
 
 REGISTRIES: dict[str, Registry[Any]] = {
-    "ability": combinations.MORE, "draft": drafters.DRAFTERS, "head": HEADS, "rule": RULES,
-    "tokens of a draft": drafters.VOCABULARIES, "cache of a draft": drafters.CACHES, "format": formats.FORMATS,
-    "kept rows": formats.CACHES, "constraint": CONSTRAINTS, "chooser of K": CHOOSERS, "backend": BACKENDS,
-}  # fmt: skip
+    "ability": combinations.MORE,
+    "draft": drafters.DRAFTERS,
+    "head": HEADS,
+    "rule": RULES,
+    "tokens of a draft": drafters.VOCABULARIES,
+    "cache of a draft": drafters.CACHES,
+    "format": formats.FORMATS,
+    "kept rows": formats.CACHES,
+    "constraint": CONSTRAINTS,
+    "chooser of K": CHOOSERS,
+    "backend": BACKENDS,
+}
 GROUPS: dict[str, Any] = {
-    "": RunConfig, "sampling": schema.SamplingConfig, "speculation": schema.SpeculationConfig,
-    "verification": schema.VerificationConfig, "placement": schema.PlacementConfig,
-    "placement.target": schema.TargetPlacement, "placement.draft": schema.DraftPlacement, "draft": schema.DrafterConfig,
-}  # fmt: skip
+    "": RunConfig,
+    "sampling": schema.SamplingConfig,
+    "speculation": schema.SpeculationConfig,
+    "verification": schema.VerificationConfig,
+    "placement": schema.PlacementConfig,
+    "placement.target": schema.TargetPlacement,
+    "placement.draft": schema.DraftPlacement,
+    "draft": schema.DrafterConfig,
+}
 _PARTS = {"task", "model", "draft", "target", "sampling", "speculation", "verification", "placement", "kind", "device"}
 """Fields of the groups that are no settings, or have records."""
 
 
 _REASONS = {
     "a library launches from Python": (
-        "backend: accelerate", "backend: deepspeed", "ability: a library's placement",
+        "backend: accelerate",
+        "backend: deepspeed",
+        "ability: a library's placement",
     ),
     "each replica decodes by itself": ("ability: replicas", "setting: placement.num_replicas"),
     "is of texts and their ends, on the host": (
-        "ability: chats", "setting: chat", "setting: chat_arguments", "setting: stop_strings", "setting: ignore_eos",
-        "setting: prompt", "setting: prompts", "setting: prompts_column", "setting: category", "setting: num_prompts",
-        "setting: num_samples", "setting: too_long", "setting: max_new_tokens", "setting: seed",
+        "ability: chats",
+        "setting: chat",
+        "setting: chat_arguments",
+        "setting: stop_strings",
+        "setting: ignore_eos",
+        "setting: prompt",
+        "setting: prompts",
+        "setting: prompts_column",
+        "setting: category",
+        "setting: num_prompts",
+        "setting: num_samples",
+        "setting: too_long",
+        "setting: max_new_tokens",
+        "setting: seed",
     ),
     "is no part of a round": (
-        "setting: timeouts", "setting: hardware", "setting: dry_run", "setting: run_dir", "setting: resume",
-        "setting: quiet", "setting: place", "setting: trace", "setting: speculation.acceptance",
+        "setting: timeouts",
+        "setting: hardware",
+        "setting: dry_run",
+        "setting: run_dir",
+        "setting: resume",
+        "setting: quiet",
+        "setting: place",
+        "setting: trace",
+        "setting: speculation.acceptance",
         "setting: sampling.from_model",
     ),
     "changes weights alone": (
-        "ability: synthetic weights", "ability: an adapter of the target", "setting: weights", "setting: synthetic",
+        "ability: synthetic weights",
+        "ability: an adapter of the target",
+        "setting: weights",
+        "setting: synthetic",
     ),
     "says which ranks do something, and not what": (
-        "setting: placement.target.ranks", "setting: placement.target.tp_size", "setting: placement.target.layers",
-        "setting: placement.draft.ranks", "setting: placement.draft.tp_size", "setting: placement.auto",
+        "setting: placement.target.ranks",
+        "setting: placement.target.tp_size",
+        "setting: placement.target.layers",
+        "setting: placement.draft.ranks",
+        "setting: placement.draft.tp_size",
+        "setting: placement.auto",
     ),
     "is of another device": ("ability: a CPU without equal bits", "extension: cpu"),
     "makes masks as sampling.regex does": (
-        "setting: sampling.json_schema", "setting: sampling.choice", "setting: sampling.grammar",
+        "setting: sampling.json_schema",
+        "setting: sampling.choice",
+        "setting: sampling.grammar",
     ),
     "false has no graphs": ("setting: cuda_graphs",),
     "its kernel waits for values of peers, which the stub does not compute": ("setting: own_sums",),
     "becomes ids before a round": ("setting: sampling.bad_words",),
-    "decodes as others do, or not at all": tuple(f"extension: {name}" for name in (
-        "acceptance", "accelerate", "adapters", "advice", "benchmark", "calibrate", "deepspeed", "evaluate",
-        "python_ranks", "reports", "serve", "slurm", "synthetic",
-    )),
+    "decodes as others do, or not at all": tuple(
+        f"extension: {name}"
+        for name in (
+            "acceptance",
+            "accelerate",
+            "adapters",
+            "advice",
+            "benchmark",
+            "calibrate",
+            "deepspeed",
+            "evaluate",
+            "python_ranks",
+            "reports",
+            "serve",
+            "slurm",
+            "synthetic",
+        )
+    ),
     "has the layers of most families of the lane": ("extension: modules",),
-}  # fmt: skip
+}
 REASONS = {name: reason for reason, names in _REASONS.items() for name in names}
 """Why something is not in the lane."""
 _SEVERAL_MODULES = "several MTP layers"
@@ -118,7 +174,7 @@ def registered() -> set[str]:
     )
 
 
-def _part(config: RunConfig, before: str) -> Any:  # noqa: ANN401 - a group of settings
+def _part(config: RunConfig, before: str) -> Any:
     """The part of a config that has the settings of a group; None for another kind of draft."""
     if before.startswith("draft="):
         return config.draft if before == f"draft={config.draft.kind} draft." else None
@@ -157,7 +213,7 @@ def of_kind(kind: Kind, folder: Path) -> set[str]:
     with mock.patch.object(loading, "_loaded", lambda config, *_: config):
         config: Any = load(**kind.arguments(folder), device="cpu")
 
-    def described(entry: ModelConfig | None) -> Any:  # noqa: ANN401 - of the same kind
+    def described(entry: ModelConfig | None) -> Any:
         if entry is None:
             return None
         files = config.model if head_in_target(entry.name) else entry

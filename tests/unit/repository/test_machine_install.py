@@ -49,8 +49,12 @@ def checked(tmp_path: Path, programs: dict[str, str], **env: str) -> subprocess.
         (path / name).chmod(0o755)
     done = subprocess.run(
         [folder / "machine-install.sh", "--check"],
-        cwd=path, env={"PATH": str(path), **env}, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        cwd=path,
+        env={"PATH": str(path), **env},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert {found.name for found in folder.iterdir()} == {"machine-install.sh", "pyproject.toml", "constraints.txt"}
     return done
 

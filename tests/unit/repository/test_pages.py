@@ -90,8 +90,10 @@ def launches() -> list[str]:
     of_tasks = {command.task: command for command in COMMANDS.all().values() if command.task}
     found = [
         shlex.join(of_task(of_tasks[task], shlex.split(match["words"]))) if (task := match["task"]) else match["words"]
-        for line in lines() for command in line if (match := LAUNCH.fullmatch(command))
-    ]  # fmt: skip
+        for line in lines()
+        for command in line
+        if (match := LAUNCH.fullmatch(command))
+    ]
     return [words for words in dict.fromkeys(found) if not any(map(_is_of_missing_extension, words.split()))]
 
 
@@ -146,8 +148,13 @@ def test_the_file_of_prompts_is_made_as_the_pages_say(tmp_path: Path) -> None:
 
 def test_no_comment_at_the_end_of_a_command_is_off_the_screen() -> None:
     """The site shows 88 characters of a block at 1280 px: a longer line has its comment above. README is no page."""
-    lines = [line for page in pages() if page.parts[0] == "docs" for block in blocks("bash", page=str(page))
-             for line in block.splitlines()]  # fmt: skip
+    lines = [
+        line
+        for page in pages()
+        if page.parts[0] == "docs"
+        for block in blocks("bash", page=str(page))
+        for line in block.splitlines()
+    ]
     assert [line for line in lines if len(line) > 88 and re.search(r"\S +# ", line)] == []
 
 

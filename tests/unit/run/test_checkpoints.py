@@ -35,7 +35,7 @@ from tests.helpers.models import VOCAB_SIZE, build_checkpoint
 from tests.helpers.tokenizers import save_tokenizer
 
 
-def as_tuple(given: Any) -> tuple[int, ...]:  # noqa: ANN401 - of a config
+def as_tuple(given: Any) -> tuple[int, ...]:
     return tuple(given) if isinstance(given, list) else () if given is None else (given,)
 
 
@@ -156,10 +156,15 @@ def with_head(kind: str, folder: Path) -> RunConfig:
 @pytest.mark.parametrize(
     ("kind", "is_shared"),
     [
-        ("shipped", True), ("in a folder", True), ("with its own", False), ("in another format", False),
-        ("peagle", False), ("dflash of its authors", True), ("dspark", False),
+        ("shipped", True),
+        ("in a folder", True),
+        ("with its own", False),
+        ("in another format", False),
+        ("peagle", False),
+        ("dflash of its authors", True),
+        ("dspark", False),
     ],
-)  # fmt: skip
+)
 def test_a_head_holds_what_was_planned_and_without_an_embedding_that_of_its_target(
     kind: str, is_shared: bool, tmp_path: Path
 ) -> None:

@@ -41,18 +41,24 @@ from tests.helpers.mtp_layers import save_with_mtp
 from tests.helpers.tokenizers import byte_level, save_tokenizer, sentencepiece_like
 
 MODES: dict[str, dict[str, Any]] = {
-    "chain": {"num_draft_tokens": 3}, "tree": {"tree": "2x2"}, "dynamic": {"tree": "dynamic-8x3x3"},
-    "adaptive": {"num_draft_tokens": "auto"}, "fallback": {"num_draft_tokens": "auto"},
+    "chain": {"num_draft_tokens": 3},
+    "tree": {"tree": "2x2"},
+    "dynamic": {"tree": "dynamic-8x3x3"},
+    "adaptive": {"num_draft_tokens": "auto"},
+    "fallback": {"num_draft_tokens": "auto"},
     "overlap": {"overlap": True, "num_draft_tokens": 3},
-}  # fmt: skip
+}
 RULES = {"speculative": 0.0, "block": 0.0, "greedy": 0.0, "coupled": 0.8}
 """Rules, and a temperature at which their texts are those of plain decoding."""
 PROCESSES: dict[str, dict[str, Any]] = {
-    "none": {}, "penalties": {"repetition_penalty": 1.2, "frequency_penalty": 0.3, "presence_penalty": 0.1},
-    "truncation": {"top_k": 5, "top_p": 0.9, "min_p": 0.01}, "biases": {"logit_bias": {5: -3.0, 7: 2.0}},
-    "bans": {"bad_words": ["x"], "bad_ids": ((5,), (4, 7))}, "least": {"min_new_tokens": 9, "eos_ids": (3,)},
+    "none": {},
+    "penalties": {"repetition_penalty": 1.2, "frequency_penalty": 0.3, "presence_penalty": 0.1},
+    "truncation": {"top_k": 5, "top_p": 0.9, "min_p": 0.01},
+    "biases": {"logit_bias": {5: -3.0, 7: 2.0}},
+    "bans": {"bad_words": ["x"], "bad_ids": ((5,), (4, 7))},
+    "least": {"min_new_tokens": 9, "eos_ids": (3,)},
     "by row": {},
-}  # fmt: skip
+}
 DRAFTS = {
     "model": ModelDraftConfig(kind=MODEL_DRAFT, model=ModelConfig(name="draft")),
     "greedy": ModelDraftConfig(kind=MODEL_DRAFT, model=ModelConfig(name="draft"), greedy=True),
@@ -77,9 +83,14 @@ def combined(config: RunConfig, mode: str, rule: str, process: str) -> RunConfig
         sampling = SamplingConfig(temperature=1.0, by_row=True)
     draft = replace(config.draft, fallback=next(iter(free_drafts()), None) if mode == "fallback" else None)
     return replace(
-        config, draft=draft, sampling=sampling, verification=VerificationConfig(rule=rule), batch_size=3,
-        speculation=SpeculationConfig(**MODES[mode]), ignore_eos=False,
-    )  # fmt: skip
+        config,
+        draft=draft,
+        sampling=sampling,
+        verification=VerificationConfig(rule=rule),
+        batch_size=3,
+        speculation=SpeculationConfig(**MODES[mode]),
+        ignore_eos=False,
+    )
 
 
 def config_on(layout: Layout, draft: str) -> RunConfig:
@@ -92,12 +103,13 @@ def requests_for(rule: str, process: str, *, vocab_size: int) -> list[Request]:
     kinds = cycle(["none", "truncation", "penalties", "biases"])
     return [
         Request(
-            index=index, prompt_ids=tuple((7 * index + 3 * place) % vocab_size for place in range(1 + 2 * index)),
+            index=index,
+            prompt_ids=tuple((7 * index + 3 * place) % vocab_size for place in range(1 + 2 * index)),
             max_new_tokens=14 - index,
             sampling=SamplingConfig(temperature=RULES[rule], **PROCESSES[next(kinds)]) if process == "by row" else None,
         )
         for index in range(5)
-    ]  # fmt: skip
+    ]
 
 
 def is_allowed(*, layout: Layout, draft: str, **asked: str) -> bool:

@@ -32,9 +32,13 @@ from tests.helpers.prefix_runner import PrefixRunner
 from tests.helpers.reports import report, without_reports
 
 ASKED: dict[str, Any] = {
-    "eos_token_id": 1, "pad_token_id": 2, "do_sample": False, "repetition_penalty": 1.3, "max_new_tokens": 9,
+    "eos_token_id": 1,
+    "pad_token_id": 2,
+    "do_sample": False,
+    "repetition_penalty": 1.3,
+    "max_new_tokens": 9,
     "suppress_tokens": [5],
-}  # fmt: skip
+}
 PROMPT = "def main():\n"
 
 
@@ -207,9 +211,7 @@ def test_figures_are_printed_and_recorded_and_a_run_that_was_stopped_goes_on_wit
 def test_a_folder_with_fewer_figures_than_are_asked_now_is_refused(tmp_path: Path) -> None:
     top = [TopLogprob(token=5, logprob=-1.0), TopLogprob(token=7, logprob=-2.0)]
     figures = [TokenLogprob(token=5, logprob=-1.0, top=top)]
-    line = LogProbLine(
-        index=0, mode="plain", sample=0, logprobs=figures, drawn_logprobs=None, prompt_logprobs=None
-    )  # fmt: skip
+    line = LogProbLine(index=0, mode="plain", sample=0, logprobs=figures, drawn_logprobs=None, prompt_logprobs=None)
     with RunFolder(tmp_path / "run", "seed: 0\n") as folder:
         folder.append_log_probs([line])
     with RunFolder(tmp_path / "run", "seed: 0\n") as folder:

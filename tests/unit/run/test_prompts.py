@@ -210,8 +210,21 @@ def test_a_later_turn_follows_the_answers_to_earlier_ones() -> None:
     assert ids_of(Prompt(text="a b"), tokenizer(chat_template=CHAT), CONFIG) == (0, 4, 5)
     turns = Prompt(text="a a", earlier=["a", "b"])
     assert ids_of(turns, tokenizer(chat_template=ROLES), IN_CHAT, answers=["b b", "a"]) == (
-        0, 2, 4, 3, 5, 5, 2, 5, 3, 4, 2, 4, 4, 3,
-    )  # fmt: skip
+        0,
+        2,
+        4,
+        3,
+        5,
+        5,
+        2,
+        5,
+        3,
+        4,
+        2,
+        4,
+        4,
+        3,
+    )
     lines = ids_of(Prompt(text="a a", earlier=["a ", "b "]), tokenizer(), CONFIG, answers=["b b", "a"])
     assert tokenizer().decode([*lines]) == "<s> a b b b a a a"
 
@@ -229,14 +242,15 @@ def test_an_empty_prompt_is_the_begin_of_a_sequence_where_there_is_one() -> None
 @pytest.mark.parametrize(
     ("num_tokens", "max_new_tokens", "num_answers", "sentence"),
     [
-        (6, 4, 0, None), (4, 2, 2, None),
+        (6, 4, 0, None),
+        (4, 2, 2, None),
         (9, 4, 0, "has 9 tokens.*max_new_tokens=1 would fit"),
         (10, 4, 0, "has 10 tokens.*with max_new_tokens=4 a prompt has room for 6 at most"),
         (4, 3, 2, r"max_new_tokens=3 for each of 3 answers that is more.*=2 would fit"),
         (8, 3, 2, "with max_new_tokens=3 a prompt has room for 1 at most"),
         (12, 12, 0, "with max_new_tokens=1 a prompt has room for 9 at most"),
     ],
-)  # fmt: skip
+)
 def test_a_prompt_that_the_model_cannot_take_is_told_with_what_would_fit(
     num_tokens: int, max_new_tokens: int, num_answers: int, sentence: str | None
 ) -> None:
@@ -255,9 +269,13 @@ def test_an_id_that_the_model_lacks_is_refused() -> None:
 
 MAKER = RequestMaker(tokenizer=byte_level(), context=60, vocab_size=300)
 PROMPTS = (
-    Prompt(text="a"), Prompt(text="b"), Prompt(text="c", earlier=["b"]), Prompt(text="d", earlier=["b", "c"]),
-    Prompt(text="e"), Prompt(text="f", earlier=["e"]),
-)  # fmt: skip
+    Prompt(text="a"),
+    Prompt(text="b"),
+    Prompt(text="c", earlier=["b"]),
+    Prompt(text="d", earlier=["b", "c"]),
+    Prompt(text="e"),
+    Prompt(text="f", earlier=["e"]),
+)
 CONFIG = RunConfig(task=GenerateConfig(), model=ModelConfig(name="tiny"), draft=DrafterConfig(), max_new_tokens=4)
 IN_CHAT = replace(CONFIG, chat=True)
 

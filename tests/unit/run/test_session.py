@@ -42,7 +42,7 @@ LETTERS: Any = SimpleNamespace(decode=lambda ids, **_: "".join("abc"[token] for 
 COPIES: Any = SimpleNamespace(
     models=SimpleNamespace(tokenizer=LETTERS),
     config=SimpleNamespace(placement=PlacementConfig(num_replicas=2), speculation=SpeculationConfig()),
-)  # fmt: skip
+)
 
 
 def request(max_new_tokens: int = 20) -> PromptRequest:
@@ -51,9 +51,16 @@ def request(max_new_tokens: int = 20) -> PromptRequest:
 
 def test_a_line_has_milliseconds_of_its_own_and_seconds_of_its_share_of_all_copies() -> None:
     completion = RowCompletion(
-        request=request(), token_ids=[0, 2], num_target_forwards=2, accepted_lengths=[1], draft_lengths=[3],
-        finish_reason="length", busy_s=8.0, share_s=6.0, part_s={"draft": 1.0, "verify": 2.0, "other": 3.0},
-    )  # fmt: skip
+        request=request(),
+        token_ids=[0, 2],
+        num_target_forwards=2,
+        accepted_lengths=[1],
+        draft_lengths=[3],
+        finish_reason="length",
+        busy_s=8.0,
+        share_s=6.0,
+        part_s={"draft": 1.0, "verify": 2.0, "other": 3.0},
+    )
     line = to_line(COPIES, completion, "speculative")
     assert (line.index, line.sample, line.prompt, line.text, line.num_new_tokens) == (3, 1, "ab", "ac", 2)
     assert (line.ms, line.share_s, line.draft_s, line.verify_s, line.other_s) == (8000.0, 3.0, 1.0, 2.0, 3.0)
@@ -127,7 +134,7 @@ def test_the_rows_that_cost_a_reading_of_the_weights_are_measured_once(a_row_s: 
     """A plain round of one row takes 1 s; every third measurement was slowed down by others."""
     timed = list[int | None]()
 
-    def time_rounds(choices: Sequence[DraftChoice], *, num_slots: int, num_rows: int | None = None) -> list[float]:  # noqa: ARG001
+    def time_rounds(choices: Sequence[DraftChoice], *, num_slots: int, num_rows: int | None = None) -> list[float]:
         timed.append(num_rows)
         return [(1.0 if num_rows else 1.0 + 15 * a_row_s) * (9.0 if len(timed) % 3 else 1.0)]
 
@@ -163,8 +170,10 @@ def test_tokens_are_told_apart_by_round(tokenizer: PreTrainedTokenizerBase) -> N
 def test_the_first_prompts_are_shown_once_each_in_the_best_mode(tokenizer: PreTrainedTokenizerBase) -> None:
     lines = [
         replace(kind, index=index, sample=sample, prompt="p" * 9999)
-        for index in (7, 3, 1, 5) for sample in (1, 0) for kind in (PLAIN, FAST)
-    ]  # fmt: skip
+        for index in (7, 3, 1, 5)
+        for sample in (1, 0)
+        for kind in (PLAIN, FAST)
+    ]
     found = excerpts(lines, tokenizer)
     assert [(each.index, each.sample, each.mode) for each in found] == [(n, 0, "speculative") for n in (1, 3, 5)]
     assert len(found[0].prompt) < 1000

@@ -66,14 +66,15 @@ def _law(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     in_this_process(with_law(tmp_path), monkeypatch)
 
 
-def run_of(config: RunConfig, num_ranks: int) -> Any:  # noqa: ANN401 - what `cuts_of` reads of `Models`
+def run_of(config: RunConfig, num_ranks: int) -> Any:
     shapes = [model.shape for model in (config.model, config.draft.model) if model]
     layout = lay_out(config.placement, world_size=num_ranks, has_draft=bool(config.draft.model))
     return SimpleNamespace(
-        mesh=SimpleNamespace(layout=layout), vocabulary=vocabulary_of(config.draft),
+        mesh=SimpleNamespace(layout=layout),
+        vocabulary=vocabulary_of(config.draft),
         sources=[SimpleNamespace(origin=SimpleNamespace(shape=shape)) for shape in shapes],
         target=SimpleNamespace(vocab_size=shapes[0] and shapes[0].vocab_size),
-    )  # fmt: skip
+    )
 
 
 def decided(words: tuple[str, ...], num_ranks: int, *, has_law: bool = True, by_row: bool = False) -> tuple[bool, bool]:
@@ -88,9 +89,13 @@ def decided(words: tuple[str, ...], num_ranks: int, *, has_law: bool = True, by_
 
 
 @pairs(
-    draft=[*DRAFTS], rule=["speculative", "block", "coupled"], sampling=[*SAMPLINGS], rounds=[*ROUNDS],
-    placement=[*PLACEMENTS], batch_size=[64, 48],
-)  # fmt: skip
+    draft=[*DRAFTS],
+    rule=["speculative", "block", "coupled"],
+    sampling=[*SAMPLINGS],
+    rounds=[*ROUNDS],
+    placement=[*PLACEMENTS],
+    batch_size=[64, 48],
+)
 def test_a_plan_draws_over_parts_of_the_vocabulary_where_the_run_does(  # noqa: PLR0917 - the axes of the sweep
     draft: str, rule: str, sampling: str, rounds: str, placement: str, batch_size: int
 ) -> None:

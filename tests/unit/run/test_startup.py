@@ -26,22 +26,34 @@ from tests.helpers.repository import ROOT
 
 # What a run does not need before it looks at checkpoints; the first five take seconds.
 BEFORE_CHECKPOINTS = (
-    "torch._dynamo", "torch._inductor", "torch.distributed.tensor", "sympy", "accelerate",
-    "llama_ssp.models.loading", "llama_ssp.models.llama.decoder",
-)  # fmt: skip
+    "torch._dynamo",
+    "torch._inductor",
+    "torch.distributed.tensor",
+    "sympy",
+    "accelerate",
+    "llama_ssp.models.loading",
+    "llama_ssp.models.llama.decoder",
+)
 # What the report at the end needs, after everything else has been shown.
 AFTER_RESULTS = ("matplotlib", "llama_ssp.extensions.reports.html") if "reports" in present() else ()
 # What completions of a Llama-like pair do not need at all; the first two take seconds.
 NEVER = (
-    "transformers.modeling_utils", "scipy",
-    "bitsandbytes", "deepspeed", "matplotlib.pyplot", "datasets", "pandas", "sklearn", "tensorboard",
+    "transformers.modeling_utils",
+    "scipy",
+    "bitsandbytes",
+    "deepspeed",
+    "matplotlib.pyplot",
+    "datasets",
+    "pandas",
+    "sklearn",
+    "tensorboard",
     "llama_ssp.run.calibration",
     *(
         f"llama_ssp.extensions.{extension}.{name}"
         for extension in present()
         for name in ("task", "benchmark", "latency", "source", "expansion")
     ),
-)  # fmt: skip
+)
 
 
 @pytest.mark.heavy
@@ -118,7 +130,7 @@ def _handlers() -> Iterator[None]:
         yield
 
 
-def ranks(*others: str, agreeing: Callable[[], None] = lambda: None) -> Any:  # noqa: ANN401 - a World
+def ranks(*others: str, agreeing: Callable[[], None] = lambda: None) -> Any:
     """This rank and others, which say whether they are to stop."""
 
     def gather_text(mine: str) -> list[str]:

@@ -26,9 +26,11 @@ def test_a_sentence_names_what_lacks(device: str, words: str) -> None:
 def test_a_draft_counts_where_a_rule_compares_with_its_probabilities() -> None:
     models: Any = Mock(reuse=Mock(are_invariant=False), target=Mock(is_invariant=True), prepared=None)
     for words, expected in (
-        ("sampling=greedy", True), ("verification=coupled sampling.temperature=0.7", True),
-        ("sampling.temperature=0.7", False), ("draft=none sampling.temperature=0.7", True),
-    ):  # fmt: skip
+        ("sampling=greedy", True),
+        ("verification=coupled sampling.temperature=0.7", True),
+        ("sampling.temperature=0.7", False),
+        ("draft=none sampling.temperature=0.7", True),
+    ):
         assert are_reproducible(models, config_of(words.split())) is expected, words
     models.target.is_invariant = False
     assert not are_reproducible(models, config_of(["sampling=greedy"]))

@@ -191,12 +191,16 @@ def test_what_the_record_of_a_task_names_are_its_settings() -> None:
 
 ALL = {
     "speculation.num_draft_tokens=0 sampling.temperature=-1 placement.draft.ranks=[5] draft=7B": [
-        "num_draft_tokens=0", "temperature=-1.0", "placement.draft.ranks=[5]", "draft=7B",
+        "num_draft_tokens=0",
+        "temperature=-1.0",
+        "placement.draft.ranks=[5]",
+        "draft=7B",
     ],
     "speculation.overlap=true placement=own_gpu speculation.num_draft_tokens=auto draft.fallback=ngram": [
-        "needs one K for all rounds", "drafts with the model alone: leave draft.fallback=ngram out",
+        "needs one K for all rounds",
+        "drafts with the model alone: leave draft.fallback=ngram out",
     ],
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("words", "sentences"), ALL.items())

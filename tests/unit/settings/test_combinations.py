@@ -29,7 +29,7 @@ OF_LIBRARY: dict[tuple[str, str], tuple[dict[str, Any], dict[str, Any]]] = {
     ("an own tokenizer", "a recurrent draft"): ({"draft": "{hybrid}", "tokenizer": "own"}, {}),
     ("a block", "more than a block"): ({"model": "{target}", "draft": "{block}"}, {"num_draft_tokens": 5}),
     ("a rule without sampling", "sampling"): ({}, {"verification": "greedy", "temperature": 0.7}),
-}  # fmt: skip
+}
 """Arguments of `load` and of `generate`, for the pairs that have some."""
 
 
@@ -73,9 +73,12 @@ def test_no_decoder_is_built_for_two_abilities(
     ("both", "of_load", "of_generate"), [(both, *given) for both, given in OF_LIBRARY.items() if both in table()]
 )
 def test_the_library_refuses_two_abilities_with_their_sentence(
-    both: tuple[str, str], of_load: dict[str, Any], of_generate: dict[str, Any], folders: dict[str, Path],
+    both: tuple[str, str],
+    of_load: dict[str, Any],
+    of_generate: dict[str, Any],
+    folders: dict[str, Path],
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     patch(both, monkeypatch)
     names: dict[str, Any] = {name: str(value).format_map(folders) for name, value in of_load.items()}
     with pytest.raises(ConfigError) as caught:

@@ -29,13 +29,35 @@ OPTIONS = sorted(
     if file.parent.name in groups_of()
 )
 TEXTS = [
-    "def factorial(n):", "Hello, world", "37 * 85 =", 'it\'s "both" {1: [2]}', "${oc.env:HOME} and \\${HOME}", "a\nb\\",
-    "null", "007", "", *("".join(parts) for parts in product(["\\", "${", "a"], repeat=3)),
-]  # fmt: skip
+    "def factorial(n):",
+    "Hello, world",
+    "37 * 85 =",
+    'it\'s "both" {1: [2]}',
+    "${oc.env:HOME} and \\${HOME}",
+    "a\nb\\",
+    "null",
+    "007",
+    "",
+    *("".join(parts) for parts in product(["\\", "${", "a"], repeat=3)),
+]
 PATHS = [
-    "café.txt", "/tmp/ünï cödé", "a(1).txt", "a=b", "a#b", "a&b", "a!b", "a;b", "it's", "a[1]", "2026_11_21", "1_000",
-    "true", "a,b", "a b\\", "~/a",
-]  # fmt: skip
+    "café.txt",
+    "/tmp/ünï cödé",
+    "a(1).txt",
+    "a=b",
+    "a#b",
+    "a&b",
+    "a!b",
+    "a;b",
+    "it's",
+    "a[1]",
+    "2026_11_21",
+    "1_000",
+    "true",
+    "a,b",
+    "a b\\",
+    "~/a",
+]
 
 
 NOT_PLAIN = r"items that are not plain words, as in stop_strings='\[\"2\.\",\"true\"\]'"
@@ -44,7 +66,7 @@ NOT_PLAIN = r"items that are not plain words, as in stop_strings='\[\"2\.\",\"tr
 def test_the_catalogue_alone_reads_the_files_of_options(monkeypatch: pytest.MonkeyPatch) -> None:
     opened, load = list[str](), OmegaConf.load
 
-    def noted(file: Any) -> Any:  # noqa: ANN401 - as OmegaConf's
+    def noted(file: Any) -> Any:
         opened.append(str(getattr(file, "name", file)))
         return load(file)
 
@@ -173,8 +195,11 @@ def test_a_sweep_has_a_point_for_each_combination_of_values() -> None:
     ]
     assert {each.config.prompt for each in points} == {"a,b"}
     assert [each.config.model.name for each in sweep("model=glob(tiny*)")] == [
-        "tiny", "tiny-draft", "tiny-eagle", "tinyllama_1B"
-    ]  # fmt: skip
+        "tiny",
+        "tiny-draft",
+        "tiny-eagle",
+        "tinyllama_1B",
+    ]
     tasks = [each.config.task.name for each in sweep("task=compare,generate", "seed=1")]
     assert tasks == ["compare", "generate"]
 

@@ -114,17 +114,20 @@ def test_a_setting_of_an_extension_draws_a_plan(monkeypatch: pytest.MonkeyPatch,
 def test_a_file_of_requests_is_checked_and_answered_by_code_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def answer(session: Any, requests: list[object]) -> None:  # noqa: ANN401 - as a task gets it
+    def answer(session: Any, requests: list[object]) -> None:
         session.folder.write_kept("toys.txt", f"{len(requests)}")
 
     code = ModuleType("toys")
     code.answer = answer  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "toys", code)
     toys = RequestFile(
-        name="toy", purpose="for task=generate a list of toys", output="toys.txt",
+        name="toy",
+        purpose="for task=generate a list of toys",
+        output="toys.txt",
         is_one=lambda config: (config.prompts or "").endswith(".toys"),
-        problems=lambda _, explicit: [NoEffect(key, "with toys") for key in explicit & {"seed"}], run="toys:answer",
-    )  # fmt: skip
+        problems=lambda _, explicit: [NoEffect(key, "with toys") for key in explicit & {"seed"}],
+        run="toys:answer",
+    )
     REQUEST_FILES.all()
     monkeypatch.setitem(REQUEST_FILES.records, "toy", toys)
     (tmp_path / "a.toys").write_text("a top\n")

@@ -17,7 +17,7 @@ NUM_LAYERS = 4
 LAYERS = [
     [f"model.layers.{number}.{'mlp' if name in MODULES[4:] else 'self_attn'}.{name}" for name in MODULES]
     for number in range(NUM_LAYERS)
-]  # fmt: skip
+]
 
 
 def found(described: object, **content: object) -> StoredFormat:
@@ -84,10 +84,11 @@ REFUSED: dict[str, tuple[object, str]] = {
     "floats in other groups": (changed("nvfp4-pack-quantized", *WEIGHTS, group_size=32), r"\(group_size 32\)"),
     "another algorithm": (changed("nvfp4 of modelopt", quant_algo="W4A8"), r'\(quant_algo "W4A8"'),
     "groups of two kinds": (
-        changed("nvfp4 of modelopt", "config_groups", group_1={"weights": {}}), r"with 2 config_groups\)",
+        changed("nvfp4 of modelopt", "config_groups", group_1={"weights": {}}),
+        r"with 2 config_groups\)",
     ),
     "no strategy": (changed(COMPRESSED, *WEIGHTS, strategy=None), "strategy null"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("described", "reason"), REFUSED.values(), ids=REFUSED)
@@ -111,17 +112,37 @@ def test_the_text_part_may_have_the_description() -> None:
 
 INT4, INT8, FLOATS = "int4_weight_only", "int8_weight_only", "fp8_weight_only"
 KEPT_IN = {
-    "compressed-tensors": (INT4, 128), "compressed-tensors, asymmetric": (INT4, 64),
-    "compressed-tensors, whole rows": (INT4, 128), "compressed-tensors, sorted": (INT4, 64), "gptq": (INT4, 128),
-    "gptq, asymmetric": (INT4, 32), "gptq_v2": (INT4, 32), "gptq, sorted": (INT4, 128), "awq": (INT4, 128),
-    "awq, small": (INT4, 64), "auto-round": (INT4, 128), "gptq, bytes": ("int8_groups", 128),
-    "gptq, bytes of rows": (INT8, 0), "gptq_v2, bytes": ("int8_groups", 64), "int8": (INT8, 0),
-    "int8, packed": (INT8, 0), "int8, one scale": (INT8, 0), "int8 of bitsandbytes": (INT8, 0),
-    "fp8": (FLOATS, 128), "fp8, one scale": (FLOATS, 0),
-    "fbgemm_fp8": (FLOATS, 0), "float": (FLOATS, 0), "float, blocks": (FLOATS, 128),
-    "float, one scale": (FLOATS, 0), "nf4": ("nf4", 64), "nf4, twice": ("nf4", 64), "fp4, twice": ("fp4", 64),
-    "mxfp4-pack-quantized": ("mxfp4", 32), "nvfp4-pack-quantized": ("nvfp4", 32), "nvfp4 of modelopt": ("nvfp4", 32),
-}  # fmt: skip
+    "compressed-tensors": (INT4, 128),
+    "compressed-tensors, asymmetric": (INT4, 64),
+    "compressed-tensors, whole rows": (INT4, 128),
+    "compressed-tensors, sorted": (INT4, 64),
+    "gptq": (INT4, 128),
+    "gptq, asymmetric": (INT4, 32),
+    "gptq_v2": (INT4, 32),
+    "gptq, sorted": (INT4, 128),
+    "awq": (INT4, 128),
+    "awq, small": (INT4, 64),
+    "auto-round": (INT4, 128),
+    "gptq, bytes": ("int8_groups", 128),
+    "gptq, bytes of rows": (INT8, 0),
+    "gptq_v2, bytes": ("int8_groups", 64),
+    "int8": (INT8, 0),
+    "int8, packed": (INT8, 0),
+    "int8, one scale": (INT8, 0),
+    "int8 of bitsandbytes": (INT8, 0),
+    "fp8": (FLOATS, 128),
+    "fp8, one scale": (FLOATS, 0),
+    "fbgemm_fp8": (FLOATS, 0),
+    "float": (FLOATS, 0),
+    "float, blocks": (FLOATS, 128),
+    "float, one scale": (FLOATS, 0),
+    "nf4": ("nf4", 64),
+    "nf4, twice": ("nf4", 64),
+    "fp4, twice": ("fp4", 64),
+    "mxfp4-pack-quantized": ("mxfp4", 32),
+    "nvfp4-pack-quantized": ("nvfp4", 32),
+    "nvfp4 of modelopt": ("nvfp4", 32),
+}
 READ = {layout: (quantization_config(layout), *KEPT_IN[layout]) for layout in LAYOUTS} | {
     "two groups of 128": (changed("gptq", group_size=256), INT4, 128),
     "three groups of 64": (changed("gptq", group_size=192), INT4, 64),
@@ -167,7 +188,7 @@ KEPT = {
     "a text part": (["model.language_model.layers.0.mlp.up_proj"], {"up_proj": 0.25}),
     "another part": (["vision_tower.layers.0.self_attn.q_proj", "re:.*vision.*", "mlp.gate", "q_pro"], {}),
     "names that are none": ([4, None, "", "layers"], dict.fromkeys(MODULES, 1.0)),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(

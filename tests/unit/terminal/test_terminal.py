@@ -29,9 +29,14 @@ SUMMARY = summary(PLAIN, FAST)
 
 def console(*, terminal: bool, width: int = 80) -> Output:
     return Output(
-        file=StringIO(), force_terminal=terminal, color_system="standard" if terminal else None, width=width,
-        highlight=False, legacy_windows=False, _environ={},
-    )  # fmt: skip
+        file=StringIO(),
+        force_terminal=terminal,
+        color_system="standard" if terminal else None,
+        width=width,
+        highlight=False,
+        legacy_windows=False,
+        _environ={},
+    )
 
 
 def written(console: Output) -> str:
@@ -248,14 +253,28 @@ def test_bars_are_for_terminals_without_texts_and_lines_for_log_files(
 
 
 BOTH = replace(
-    runs.summary(PLAIN, FAST), model="llama2_70B", draft="tinyllama_1B", world_size=8, num_new_tokens=384, memory=[],
-    plain=PlainSummary(ms_per_token=240.2, tokens_per_s=4.163, num_target_forwards=192), speedup=2.127,
+    runs.summary(PLAIN, FAST),
+    model="llama2_70B",
+    draft="tinyllama_1B",
+    world_size=8,
+    num_new_tokens=384,
+    memory=[],
+    plain=PlainSummary(ms_per_token=240.2, tokens_per_s=4.163, num_target_forwards=192),
+    speedup=2.127,
     speculative=SpeculativeSummary(
-        ms_per_token=112.931, tokens_per_s=8.86, num_rounds=62, num_target_forwards=65, tokens_per_round=3.049,
-        acceptance_rate=0.714, accepted_histogram=[5, 6, 7, 8, 36], draft_s=0.18, verify_s=0.36, other_s=0.06,
+        ms_per_token=112.931,
+        tokens_per_s=8.86,
+        num_rounds=62,
+        num_target_forwards=65,
+        tokens_per_round=3.049,
+        acceptance_rate=0.714,
+        accepted_histogram=[5, 6, 7, 8, 36],
+        draft_s=0.18,
+        verify_s=0.36,
+        other_s=0.06,
     ),
     forecast=Forecast(plain_ms_per_token=251, speculative_ms_per_token=110.5, speedup=2.27),
-)  # fmt: skip
+)
 ALONE = replace(BOTH, speculative=None, speedup=None, forecast=Forecast())
 
 
@@ -314,9 +333,11 @@ class Written:
         self.now_s = 0.0
         self.lines: list[tuple[float, str]] = []
         self.progress = RunProgress(
-            paces, max_new_tokens=max_new_tokens, clock=lambda: self.now_s,
+            paces,
+            max_new_tokens=max_new_tokens,
+            clock=lambda: self.now_s,
             write=lambda line: self.lines.append((self.now_s, line)),
-        )  # fmt: skip
+        )
 
     def rounds(self, mode: str, number: int, *, seconds: float, num_tokens: int = 1) -> None:
         for _ in range(number):

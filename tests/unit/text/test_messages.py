@@ -13,9 +13,18 @@ from tests.helpers.extensions import need
 from tests.helpers.repository import ROOT
 
 SHOWN = {
-    (0.5543,): "0.554", (9.4,): "9.40", (9.996,): "10.0", (99.96,): "100", (999.6,): "1000", (10324.0,): "10324",
-    (0,): "0.00", (99.6,): "99.6", (999.96, 4): "1000", (99.996, 4): "100.0", (1.5, 4): "1.500",
-}  # fmt: skip
+    (0.5543,): "0.554",
+    (9.4,): "9.40",
+    (9.996,): "10.0",
+    (99.96,): "100",
+    (999.6,): "1000",
+    (10324.0,): "10324",
+    (0,): "0.00",
+    (99.6,): "99.6",
+    (999.96, 4): "1000",
+    (99.996, 4): "100.0",
+    (1.5, 4): "1.500",
+}
 
 
 @pytest.mark.parametrize(("given", "shown"), SHOWN.items())
@@ -64,11 +73,22 @@ def test_letters_in_the_wrong_order_lead_to_the_option_that_was_meant(group: str
 
 
 MEANT = {
-    "hardware a100": "a100_40gb", "hardware H100": "h100", "hardware mi300": "mi300x", "hardware p4d": "p4d_24xlarge",
-    "hardware p5": "p5_48xlarge", "hardware rtx4900": "rtx4090", "hardware b20": "b200",
-    "model 70B": "llama2_70B", "model tinyllama": "tinyllama_1B", "model tiny_draft": "tiny-draft",
-    "model 65B_4bit": "65B_8bit", "model tyni": "tiny", "model 30b": "30B", "model 8B": None, "model xyzzy": None,
-}  # fmt: skip
+    "hardware a100": "a100_40gb",
+    "hardware H100": "h100",
+    "hardware mi300": "mi300x",
+    "hardware p4d": "p4d_24xlarge",
+    "hardware p5": "p5_48xlarge",
+    "hardware rtx4900": "rtx4090",
+    "hardware b20": "b200",
+    "model 70B": "llama2_70B",
+    "model tinyllama": "tinyllama_1B",
+    "model tiny_draft": "tiny-draft",
+    "model 65B_4bit": "65B_8bit",
+    "model tyni": "tiny",
+    "model 30b": "30B",
+    "model 8B": None,
+    "model xyzzy": None,
+}
 
 
 @pytest.mark.parametrize(("words", "meant"), MEANT.items())

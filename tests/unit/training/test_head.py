@@ -14,9 +14,13 @@ from training.objectives import TEMPERATURE
 
 VOCABULARY, PAIRS, STEPS = 100, 12, 4
 CONFIG = llama_config(
-    vocab_size=VOCABULARY, hidden_size=64, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
+    vocab_size=VOCABULARY,
+    hidden_size=64,
+    num_hidden_layers=1,
+    num_attention_heads=4,
+    num_key_value_heads=2,
     intermediate_size=128,
-)  # fmt: skip
+)
 
 
 @pytest.fixture

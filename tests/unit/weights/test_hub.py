@@ -143,11 +143,14 @@ def test_what_a_repository_has_in_place_of_a_model_is_named(
             find(ENTRY)
 
 
-@pytest.mark.parametrize(("find", "ending"), [
-    (hub.resolve, "7b --revision v2 on a network"),
-    (hub.find_config, "7b --revision v2 on a network"),
-    (partial(hub.find_config, is_enough=True), "7b --revision v2 config.json on a network"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("find", "ending"),
+    [
+        (hub.resolve, "7b --revision v2 on a network"),
+        (hub.find_config, "7b --revision v2 on a network"),
+        (partial(hub.find_config, is_enough=True), "7b --revision v2 config.json on a network"),
+    ],
+)
 def test_a_model_that_is_not_in_the_cache_names_the_offline_mode_and_what_is_needed(
     find: Callable[[ModelConfig], Path], ending: str
 ) -> None:

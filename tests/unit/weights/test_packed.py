@@ -88,20 +88,35 @@ def test_parts_of_scattered_inputs_are_of_one_size_however_they_are_cut(
 
 PARTS = [
     *(("compressed-tensors, asymmetric", leaf) for leaf in ("weight_packed", "weight_scale", "weight_zero_point")),
-    *(("gptq", leaf) for leaf in ("qweight", "scales", "qzeros", "g_idx")), ("awq", "qzeros"),
-    ("gptq, sorted", "g_idx"), ("gptq, bytes", "qweight"), ("gptq, bytes", "qzeros"), ("gptq, bytes", "scales"),
-    ("int8", "weight_scale"), ("int8", "weight"), ("float", "weight_scale"), ("fp8", "weight_scale_inv"),
-    ("nf4", "weight"), ("nf4", "weight.absmax"), ("nf4, twice", "weight.nested_absmax"),
-    ("nf4, twice", "weight.nested_quant_map"), ("nf4", "weight.quant_state.bitsandbytes__nf4"),
-    ("fp4, twice", "weight.absmax"), ("int8 of bitsandbytes", "SCB"), ("mxfp4-pack-quantized", "weight_packed"),
-    ("nvfp4-pack-quantized", "weight_scale"), ("nvfp4-pack-quantized", "weight_global_scale"),
-]  # fmt: skip
+    *(("gptq", leaf) for leaf in ("qweight", "scales", "qzeros", "g_idx")),
+    ("awq", "qzeros"),
+    ("gptq, sorted", "g_idx"),
+    ("gptq, bytes", "qweight"),
+    ("gptq, bytes", "qzeros"),
+    ("gptq, bytes", "scales"),
+    ("int8", "weight_scale"),
+    ("int8", "weight"),
+    ("float", "weight_scale"),
+    ("fp8", "weight_scale_inv"),
+    ("nf4", "weight"),
+    ("nf4", "weight.absmax"),
+    ("nf4, twice", "weight.nested_absmax"),
+    ("nf4, twice", "weight.nested_quant_map"),
+    ("nf4", "weight.quant_state.bitsandbytes__nf4"),
+    ("fp4, twice", "weight.absmax"),
+    ("int8 of bitsandbytes", "SCB"),
+    ("mxfp4-pack-quantized", "weight_packed"),
+    ("nvfp4-pack-quantized", "weight_scale"),
+    ("nvfp4-pack-quantized", "weight_global_scale"),
+]
 Change = Callable[[Tensor], Tensor]
 MISFITS: list[tuple[str, str, Change]] = [
     *((*part, lambda stored: stored[1:].clone()) for part in PARTS),
-    ("int8", "weight", Tensor.short), ("gptq", "qweight", Tensor.short), ("gptq", "qzeros", Tensor.short),
+    ("int8", "weight", Tensor.short),
+    ("gptq", "qweight", Tensor.short),
+    ("gptq", "qzeros", Tensor.short),
     ("int8 of bitsandbytes", "weight_format", lambda stored: stored + 2),  # the order of old GPUs
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("layout", "leaf", "change"), MISFITS)
@@ -113,13 +128,22 @@ def test_parts_that_do_not_fit_each_other_are_refused(
         inspect(with_part(made(layout)[0], tmp_path, leaf, change))
 
 
-@pytest.mark.parametrize(("layout", "leaf", "change", "sentence"), [
-    *((layout, leaf, lambda stored: stored.roll(128), rf"k_proj\.{leaf}, and its config.json does not say so")
-      for layout, leaf in (("gptq", "g_idx"), ("compressed-tensors", "weight_g_idx"))),
-    ("gptq, bytes", "qzeros", lambda stored: stored + 1, "other zeros than the middle in .*k_proj.qzeros, and its"),
-    ("gptq, sorted", "g_idx", lambda stored: stored.where(torch.arange(384) != 130, 3),
-     r"k_proj.g_idx of other groups than 3 of 128 inputs: copy"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("layout", "leaf", "change", "sentence"),
+    [
+        *(
+            (layout, leaf, lambda stored: stored.roll(128), rf"k_proj\.{leaf}, and its config.json does not say so")
+            for layout, leaf in (("gptq", "g_idx"), ("compressed-tensors", "weight_g_idx"))
+        ),
+        ("gptq, bytes", "qzeros", lambda stored: stored + 1, "other zeros than the middle in .*k_proj.qzeros, and its"),
+        (
+            "gptq, sorted",
+            "g_idx",
+            lambda stored: stored.where(torch.arange(384) != 130, 3),
+            r"k_proj.g_idx of other groups than 3 of 128 inputs: copy",
+        ),
+    ],
+)
 def test_groups_and_zeros_are_refused_that_are_others_than_the_config_says(
     made: Made, tmp_path: Path, layout: str, leaf: str, change: Change, *, sentence: str
 ) -> None:

@@ -93,10 +93,14 @@ def _entry(module: ir.Module, head_dim: int, place: Value, units: Value) -> None
     num_kv = code.sdiv(operator.size(cache, 0), 2)
     out = operator.empty(num_tokens, code.mul(num_heads, head_dim))
     given = dict(zip(CONTEXT, map(operator.pointer, (*operator.tensors, out)), strict=False)) | {
-        "num_heads": num_heads, "num_kv": num_kv, "row_tokens": operator.size(positions, 1),
-        "num_slots": operator.size(cache, 1), "num_behind": operator.size(sees, 2), "scale": operator.argument(8),
+        "num_heads": num_heads,
+        "num_kv": num_kv,
+        "row_tokens": operator.size(positions, 1),
+        "num_slots": operator.size(cache, 1),
+        "num_behind": operator.size(sees, 2),
+        "scale": operator.argument(8),
         "window": operator.argument(9),
-    }  # fmt: skip
+    }
     words = code.stored(CONTEXT, given)
     heads = code.add(num_heads, code.mul(num_kv, 2))
     operator.share(num_tokens, _grain(code, heads, head_dim), place, words)
@@ -155,10 +159,15 @@ def _place(module: ir.Module, form: CacheFormat, head_dim: int) -> Value:
         with code.loop(0, num_kv, 1) as (head,):
             key, value = (code.at(x, code.mul(code.add(head, before), dim), F32) for before in (num_heads, turned))
             key_row, value_row = (
-                _row(code, form, head_dim, given["parts"],
-                     code.add(code.mul(code.add(head, before), given["num_slots"]), slot))
+                _row(
+                    code,
+                    form,
+                    head_dim,
+                    given["parts"],
+                    code.add(code.mul(code.add(head, before), given["num_slots"]), slot),
+                )
                 for before in (0, num_kv)
-            )  # fmt: skip
+            )
             with code.loop(0, dim, LANES) as (index,):
                 code.write(_turned(code, code.read(key, F32S, index), code.read(turns, F32S, index)), space, index)
             code.call(write, [space, key_row])

@@ -30,10 +30,17 @@ from llama_ssp.storage import formats
 _HASH_BYTES = hashlib.sha256().digest_size
 _OTHERS_MAY_WRITE = 0o022
 _FUNCTIONS = (
-    "aoti_torch_get_data_ptr", "aoti_torch_get_numel", "aoti_torch_get_sizes", "aoti_torch_empty_strided",
-    "aoti_torch_delete_tensor_object", "torch_parallel_for", "torch_get_num_threads", "torch_list_size",
-    "torch_list_get_item", "torch_delete_list",
-)  # fmt: skip
+    "aoti_torch_get_data_ptr",
+    "aoti_torch_get_numel",
+    "aoti_torch_get_sizes",
+    "aoti_torch_empty_strided",
+    "aoti_torch_delete_tensor_object",
+    "torch_parallel_for",
+    "torch_get_num_threads",
+    "torch_list_size",
+    "torch_list_get_item",
+    "torch_delete_list",
+)
 _kept: list[object] = []
 """Compiled code and libraries of operators: torch calls them until the process ends."""
 

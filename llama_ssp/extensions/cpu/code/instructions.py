@@ -10,7 +10,7 @@ def has_features(names: tuple[str, ...]) -> bool:
     The names are x86's and ask nothing of other CPUs.
     """
     try:
-        from llvmlite import binding  # noqa: PLC0415 - an extra
+        from llvmlite import binding
     except ModuleNotFoundError:
         return False
     found = binding.get_host_cpu_features()

@@ -61,10 +61,15 @@ def emit(kind: str, rank: int, rotary: int) -> ir.Module:
     unit = code.smaller(whole, _QUERIES)
     num_units = code.sdiv(code.add(num_queries, code.sub(unit, 1)), unit)
     given = dict(zip(CONTEXT, map(operator.pointer, (*operator.tensors, out)), strict=False)) | {
-        "num_queries": num_queries, "num_positions": num_positions, "mask_slots": operator.size(mask, 2),
-        "row_bytes": operator.argument(4), "slot_bytes": operator.argument(5), "num_slots": operator.argument(6),
-        "scale": operator.argument(7), "unit": unit,
-    }  # fmt: skip
+        "num_queries": num_queries,
+        "num_positions": num_positions,
+        "mask_slots": operator.size(mask, 2),
+        "row_bytes": operator.argument(4),
+        "slot_bytes": operator.argument(5),
+        "num_slots": operator.argument(6),
+        "scale": operator.argument(7),
+        "unit": unit,
+    }
     operator.share(code.mul(num_rows, num_units), constant(I64, 1), units, code.stored(CONTEXT, given))
     operator.give(out)
     return module

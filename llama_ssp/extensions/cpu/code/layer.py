@@ -110,8 +110,12 @@ def _entry(module: ir.Module, head_dim: int, steps: Value) -> None:
         given[f"{name}_num_outputs"] = code.mul(operator.size(weights, 0), LANES)
         given[f"{name}_num_groups"] = operator.size(weights, 1)
     gated_width = code.sdiv(given["gated_num_outputs"], 2)
-    given |= {"qkv_num_inputs": width, "output_num_inputs": attended_width, "gated_num_inputs": width,
-              "down_num_inputs": gated_width}  # fmt: skip
+    given |= {
+        "qkv_num_inputs": width,
+        "output_num_inputs": attended_width,
+        "gated_num_inputs": width,
+        "down_num_inputs": gated_width,
+    }
     num_threads = _num_threads(code, given, num_rows)
     widest = code.larger(code.larger(width, attended_width), gated_width)
     space = code.mul(num_rows, code.add(code.mul(widest, 2), 2))
@@ -136,17 +140,33 @@ def _entry(module: ir.Module, head_dim: int, steps: Value) -> None:
             word = code.add(code.add(layer, code.srem(place, number)), behind)
             code.store(operator.pointer_or_none(operator.item(found, place)), code.at(own, word, I64))
     attention = given | {
-        "parts": NO_POINTER, "out": given["attended"], "num_heads": num_heads, "num_kv": num_kv,
-        "row_tokens": operator.size(tensors["positions"], 1), "num_slots": num_slots,
-        "num_behind": operator.size(tensors["sees"], 2), "window": window, "scale": scale,
-    }  # fmt: skip
-    words = code.stored(_CONTEXT, given | {
-        "counters": counters, "attention": code.stored(attending.CONTEXT, attention), "own": own,
-        "num_layers": num_layers, "num_rows": num_rows,
-        "space_bytes": code.select(_shares_rows(code, num_rows), constant(I64, 0), code.mul(space, 4)),
-        "y": operator.pointer(y), "num_threads": num_threads, "least_qkv": least_qkv, "least_gated": least_gated,
-        "num_units": attending.num_units(code, attention, num_rows),
-    })  # fmt: skip
+        "parts": NO_POINTER,
+        "out": given["attended"],
+        "num_heads": num_heads,
+        "num_kv": num_kv,
+        "row_tokens": operator.size(tensors["positions"], 1),
+        "num_slots": num_slots,
+        "num_behind": operator.size(tensors["sees"], 2),
+        "window": window,
+        "scale": scale,
+    }
+    words = code.stored(
+        _CONTEXT,
+        given
+        | {
+            "counters": counters,
+            "attention": code.stored(attending.CONTEXT, attention),
+            "own": own,
+            "num_layers": num_layers,
+            "num_rows": num_rows,
+            "space_bytes": code.select(_shares_rows(code, num_rows), constant(I64, 0), code.mul(space, 4)),
+            "y": operator.pointer(y),
+            "num_threads": num_threads,
+            "least_qkv": least_qkv,
+            "least_gated": least_gated,
+            "num_units": attending.num_units(code, attention, num_rows),
+        },
+    )
     operator.share(num_threads, 1, steps, words)
     operator.give(y)
 
@@ -202,8 +222,15 @@ def _layer(
         """One product, of rows that this thread prepares for itself, or all threads together."""
         gates, no_square = (constant(I64, number) for number in (int(name == "gated"), 0))
         needs = {part: given[f"{name}_{part}"] for part in (*PARTS, *_SIZES)}
-        needs |= {"x": given[x], "y": given[y], "residual": residual, "gates": gates, "space": given["space"],
-                  "num_rows": given["num_rows"], "least_square": given.get(f"least_{name}", no_square)}  # fmt: skip
+        needs |= {
+            "x": given[x],
+            "y": given[y],
+            "residual": residual,
+            "gates": gates,
+            "space": given["space"],
+            "num_rows": given["num_rows"],
+            "least_square": given.get(f"least_{name}", no_square),
+        }
         with code.if_else(_shares_rows(code, given["num_rows"])) as (together, alone):
             with together, units(code, counters[f"{name} rows"], given["num_rows"], constant(I64, 1)) as (begin, end):
                 linear.prepared(code, product, needs, begin, end)

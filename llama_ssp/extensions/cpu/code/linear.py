@@ -113,17 +113,30 @@ def _entry(module: ir.Module, product: Product, preparation: Value, part: Value)
     # Space for normed rows, and for quantized ones with their scales and sums.
     space = operator.empty(code.mul(num_rows, code.add(code.mul(num_inputs, 2), 2)))
     given = {
-        "x": operator.pointer(x), "space": operator.pointer(space), "norm": operator.pointer_or_none(norm),
-        "least_square": operator.argument(6), "num_rows": num_rows, "num_inputs": num_inputs,
-    }  # fmt: skip
+        "x": operator.pointer(x),
+        "space": operator.pointer(space),
+        "norm": operator.pointer_or_none(norm),
+        "least_square": operator.argument(6),
+        "num_rows": num_rows,
+        "num_inputs": num_inputs,
+    }
     grain = code.add(code.sdiv(SERIAL, num_inputs), 1)
     operator.share(num_rows, grain, preparation, code.stored(_UNPREPARED, given))
     rows = prepared(code, product, given, 0, 0)
-    words = code.stored(CONTEXT, rows | {
-        "weights": operator.pointer(weights), "y": operator.pointer(y), "scales": operator.pointer(scales),
-        "bias": operator.pointer_or_none(bias), "residual": operator.pointer_or_none(residual),
-        "num_outputs": num_outputs, "num_groups": operator.size(weights, 1), "gates": gates,
-    })  # fmt: skip
+    words = code.stored(
+        CONTEXT,
+        rows
+        | {
+            "weights": operator.pointer(weights),
+            "y": operator.pointer(y),
+            "scales": operator.pointer(scales),
+            "bias": operator.pointer_or_none(bias),
+            "residual": operator.pointer_or_none(residual),
+            "num_outputs": num_outputs,
+            "num_groups": operator.size(weights, 1),
+            "gates": gates,
+        },
+    )
     num_units = code.sdiv(num_outputs, code.mul(code.add(gates, 1), LANES))
     cost = code.mul(code.mul(num_inputs, LANES), code.add(num_rows, 1))
     operator.share(num_units, code.add(code.sdiv(SERIAL, cost), 1), part, words)

@@ -47,14 +47,24 @@ _OF_TEMPERATURE = 0.2
 MOST_END, MOST_READ = 200, 400_000
 """Texts at the end of the context, and tokens that the server reads for them."""
 _OF_BODY: dict[str, Any] = {
-    "top_k": None, "top_p": None, "min_p": None, "repetition_penalty": 1.0, "frequency_penalty": 0.0,
-    "presence_penalty": 0.0, "logit_bias": {}, "min_new_tokens": None,
-}  # fmt: skip
+    "top_k": None,
+    "top_p": None,
+    "min_p": None,
+    "repetition_penalty": 1.0,
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0.0,
+    "logit_bias": {},
+    "min_new_tokens": None,
+}
 """Settings of sampling that requests have, and the values that are left out."""
 _EXTRAS: dict[str, Any] = {
-    "return_token_ids": True, "return_tokens_as_token_ids": True, "logprobs": 20, "top_k": -1, "top_p": 1.0,
+    "return_token_ids": True,
+    "return_tokens_as_token_ids": True,
+    "logprobs": 20,
+    "top_k": -1,
+    "top_p": 1.0,
     "min_p": 0.0,
-}  # fmt: skip
+}
 """Fields of all requests, as far as the server takes them: some servers truncate unless told otherwise."""
 _FEWER_LOGPROBS = 5
 
@@ -139,9 +149,16 @@ class Asker:
         self.prompts, self.stops = dict[str, tuple[int, ...]](), dict[str, str]()
 
     def _asks(
-        self, check: str, sampling: SamplingConfig, *, num: int, num_texts: int, num_scored: int = 0,
-        requests: Sequence[PromptRequest] = (), seed: int | None = None,
-    ) -> list[Ask]:  # fmt: skip
+        self,
+        check: str,
+        sampling: SamplingConfig,
+        *,
+        num: int,
+        num_texts: int,
+        num_scored: int = 0,
+        requests: Sequence[PromptRequest] = (),
+        seed: int | None = None,
+    ) -> list[Ask]:
         """Texts of `num` tokens, all prompts by turns, of which the first ones have log-probabilities."""
         requests, found = requests or self._requests, list[Ask]()
         for number in range(num_texts):
@@ -171,9 +188,12 @@ class Asker:
             found = self._asks(GREEDY, greedy, num=self._config.max_new_tokens, num_texts=len(self._requests))
         if SEEDS in self._checks:
             asked = self._asks(
-                OTHER_SEEDS, self._config.sampling, num=self._config.max_new_tokens, num_texts=len(_BITS),
+                OTHER_SEEDS,
+                self._config.sampling,
+                num=self._config.max_new_tokens,
+                num_texts=len(_BITS),
                 requests=self._requests[:1],
-            )  # fmt: skip
+            )
             own = self._config.seed % (1 << 31)
             found += [Ask(key, body | {"seed": own ^ bit}) for (key, body), bit in zip(asked, _BITS, strict=True)]
         for name, (sampling, _) in processors(self._session, self._requests).items():

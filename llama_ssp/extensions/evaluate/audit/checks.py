@@ -109,12 +109,14 @@ def between(first: Mapping[str, Sum], second: Mapping[str, Sum], *, factor: floa
     """The sums of texts less a baseline's sums, which share their rounding; `factor` makes up for its size."""
     return {
         name: replace(
-            one, value=one.value - factor * other.value, variance=one.variance + factor**2 * other.variance,
+            one,
+            value=one.value - factor * other.value,
+            variance=one.variance + factor**2 * other.variance,
             reach=max(one.reach, factor * other.reach),
         )
         for name, one in first.items()
         for other in [second[name]]
-    }  # fmt: skip
+    }
 
 
 def require_target(log_probs: Sequence[float], expected: float) -> None:
@@ -204,11 +206,13 @@ def judge_log_probs(pairs: Sequence[tuple[Scored, TokenLogprob]]) -> tuple[Findi
         distances.append(max(of_top, abs(math.exp(scored.own) - math.exp(known.logprob))))
         total = sum(of_target)
         means = [sum(p * pair[one] for p, pair in zip(of_target, both, strict=True)) / (total or 1) for one in (0, 1)]
-        slopes.append((
-            sum(p * (a - means[0]) * (b - means[1]) for p, (a, b) in zip(of_target, both, strict=True)),
-            sum(p * (b - means[1]) ** 2 for p, (_, b) in zip(of_target, both, strict=True)),
-            sum(p * (a - means[0]) ** 2 for p, (a, _) in zip(of_target, both, strict=True)),
-        ))  # fmt: skip
+        slopes.append(
+            (
+                sum(p * (a - means[0]) * (b - means[1]) for p, (a, b) in zip(of_target, both, strict=True)),
+                sum(p * (b - means[1]) ** 2 for p, (_, b) in zip(of_target, both, strict=True)),
+                sum(p * (a - means[0]) ** 2 for p, (a, _) in zip(of_target, both, strict=True)),
+            )
+        )
     if len(pairs) < _LEAST_PLACES:
         return Finding(LOG_PROBS, UNKNOWN, "the server returns none, or too few"), None
     shared, variance, of_theirs = (sum(of_all) for of_all in zip(*slopes, strict=True))

@@ -16,22 +16,42 @@ from llama_ssp.settings.tasks import NoEffect, TaskSpec
 KEY = "LLAMA_SSP_AUDIT_KEY"
 """Environment variable with the key that the servers want."""
 LAW, FIRST, TOKENS, LOG_PROBS, GREEDY, END, STOPS, SEEDS, SWAPPED = (
-    "law", "first tokens", "tokens", "log-probabilities", "greedy", "end of the context", "stops", "seeds", "swaps",
-)  # fmt: skip
+    "law",
+    "first tokens",
+    "tokens",
+    "log-probabilities",
+    "greedy",
+    "end of the context",
+    "stops",
+    "seeds",
+    "swaps",
+)
 TEMPERATURE, ROUNDED = "temperature", (0.2, 0.3)
 """Of the setting below, what it is if a server rounds it to one decimal."""
 PROCESSORS = {
-    TEMPERATURE: 0.25, "top_k": 3, "top_p": 0.5, "min_p": 0.2, "repetition_penalty": 2.0, "frequency_penalty": 2.0,
+    TEMPERATURE: 0.25,
+    "top_k": 3,
+    "top_p": 0.5,
+    "min_p": 0.2,
+    "repetition_penalty": 2.0,
+    "frequency_penalty": 2.0,
     "presence_penalty": 2.0,
-}  # fmt: skip
+}
 """Settings that are asked for one at a time, besides biases and the end of a text."""
 BIASES, MIN_TOKENS = "logit_bias", "min_tokens"
 CHECKS = (LAW, FIRST, TOKENS, LOG_PROBS, GREEDY, *PROCESSORS, BIASES, MIN_TOKENS, END, STOPS, SEEDS, SWAPPED)
 """Names of checks, in their order in reports."""
 _UNREAD = (
-    "num_samples", "ignore_eos", "stop_strings", "logprobs", "prompt_logprobs", "chat", "speculation.tree",
-    "speculation.overlap", "verification.rule",
-)  # fmt: skip
+    "num_samples",
+    "ignore_eos",
+    "stop_strings",
+    "logprobs",
+    "prompt_logprobs",
+    "chat",
+    "speculation.tree",
+    "speculation.overlap",
+    "verification.rule",
+)
 
 
 @dataclass(kw_only=True)
@@ -153,7 +173,7 @@ def _problems_of_address(name: str, value: str | None, *, task: str) -> Iterator
 _BOUNDS = (
     ("requests", lambda n: n >= 1, "at least 1, for example 4000"),
     ("minutes", lambda m: 0 < m < math.inf, "a positive number of minutes"),
-    ("concurrency", lambda n: 1 <= n <= 256, "between 1 and 256, for example 8"),  # noqa: PLR2004
+    ("concurrency", lambda n: 1 <= n <= 256, "between 1 and 256, for example 8"),
 )
 SWAPS = TaskSpec(
     config=SwapsConfig,
@@ -161,7 +181,7 @@ SWAPS = TaskSpec(
     needs_models=False,
     why_no_plan="which reads no model",
     paths=("url", "baseline"),
-    ranges=(("texts", lambda n: n >= 100, "at least 100, for example 2000"), *_BOUNDS),  # noqa: PLR2004
+    ranges=(("texts", lambda n: n >= 100, "at least 100, for example 2000"), *_BOUNDS),
     failure="two servers differ",
     fill_in=_warm,
     problems=_problems_of_swaps,
@@ -172,9 +192,9 @@ AUDIT = TaskSpec(
     takes_turns=False,
     paths=("url", "baseline"),
     ranges=(
-        ("tokens", lambda n: n >= 200, "at least 200, for example 20000"),  # noqa: PLR2004 - no verdict below
+        ("tokens", lambda n: n >= 200, "at least 200, for example 20000"),
         *_BOUNDS,
-        ("context", lambda n: n >= 16, "at least 16, for example 4096"),  # noqa: PLR2004
+        ("context", lambda n: n >= 16, "at least 16, for example 4096"),
         ("tolerance", lambda t: 0 <= t < 1, "a total variation, 0 or more and below 1, or null"),
     ),
     changeable=("requests", "minutes", "concurrency"),
@@ -184,7 +204,11 @@ AUDIT = TaskSpec(
     shows_table=False,
 )
 AUDIT_COMMAND = Command(
-    name="audit", usage="URL [SETTING=VALUE ...]", purpose="judge the texts of any server with OpenAI's interface",
-    order=4, task="audit", address="task.url",
+    name="audit",
+    usage="URL [SETTING=VALUE ...]",
+    purpose="judge the texts of any server with OpenAI's interface",
+    order=4,
+    task="audit",
+    address="task.url",
     example="  llama-ssp audit http://127.0.0.1:8000/v1 model=30B draft=7B   judges a server's texts: task=audit",
-)  # fmt: skip
+)

@@ -32,9 +32,13 @@ def write_report(
     session.folder.write_kept("audit.md", _page(session, found, findings, outcome, contexts))
     num = Counter(one.outcome for one in findings)
     suite = Xml.Element(
-        "testsuite", name="llama-ssp audit", tests=f"{len(findings)}", failures=f"{num[FAILED]}",
-        skipped=f"{num[UNKNOWN]}", errors="0",
-    )  # fmt: skip
+        "testsuite",
+        name="llama-ssp audit",
+        tests=f"{len(findings)}",
+        failures=f"{num[FAILED]}",
+        skipped=f"{num[UNKNOWN]}",
+        errors="0",
+    )
     for one in findings:
         case = Xml.SubElement(suite, "testcase", classname="audit", name=one.check)
         if one.outcome not in {HELD, NOTED}:
@@ -53,19 +57,28 @@ def _page(
     known = ", ".join(f"{name} {version}" for name, version in versions().items() if version)
     failed = ", ".join(one.check for one in findings if one.outcome == outcome == FAILED)
     lines = [
-        f"# Audit of {task.url}: {outcome}{failed and f' ({failed})'}", "", f"    {command}", "",
+        f"# Audit of {task.url}: {outcome}{failed and f' ({failed})'}",
+        "",
+        f"    {command}",
+        "",
         f"- The server says that it is: {visible(found.served)}. Add its version and its own command line.",
         f"- Read with {known}.",
         f"- {len(found.answers)} of {len(found.prompts)} answers, {found.num_repeated} requests repeated.",
-        f"- Temperature {config.sampling.temperature:g}, K = {config.most_draft_tokens}, seed {config.seed}.", "",
-        "| check | outcome | |", "|---|---|---|",
-        *(f"| {one.check} | {one.outcome} | {_cell(one.said)} |" for one in findings), "", _MEANING,
-    ]  # fmt: skip
+        f"- Temperature {config.sampling.temperature:g}, K = {config.most_draft_tokens}, seed {config.seed}.",
+        "",
+        "| check | outcome | |",
+        "|---|---|---|",
+        *(f"| {one.check} | {one.outcome} | {_cell(one.said)} |" for one in findings),
+        "",
+        _MEANING,
+    ]
     if contexts:
         lines += [
-            "The contexts that speak most against the law, of those that came at least 20 times:", "",
-            "| text before | next | came | expected | texts |", "|---|---|---|---|---|",
-        ]  # fmt: skip
+            "The contexts that speak most against the law, of those that came at least 20 times:",
+            "",
+            "| text before | next | came | expected | texts |",
+            "|---|---|---|---|---|",
+        ]
     for one in contexts:
         before = decode_after(session.models.tokenizer, (), one.before)[-_MOST_BEFORE:]
         texts = before, decode_after(session.models.tokenizer, one.before, [one.token])

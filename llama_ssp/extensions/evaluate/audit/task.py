@@ -112,10 +112,16 @@ class _Judge:
         of_log_probs, self._shown = self._log_probs()
         self._require_target()
         makers: dict[str, Callable[[], Finding]] = {
-            LAW: partial(self._law, LAW, checks.OF_LAW), FIRST: partial(self._law, FIRST, checks.OF_FIRST),
-            TOKENS: self._tokens, LOG_PROBS: lambda: of_log_probs, GREEDY: self._greedy, END: self._end,
-            STOPS: self._stops, SEEDS: self._seeds, SWAPPED: self._swaps,
-        }  # fmt: skip
+            LAW: partial(self._law, LAW, checks.OF_LAW),
+            FIRST: partial(self._law, FIRST, checks.OF_FIRST),
+            TOKENS: self._tokens,
+            LOG_PROBS: lambda: of_log_probs,
+            GREEDY: self._greedy,
+            END: self._end,
+            STOPS: self._stops,
+            SEEDS: self._seeds,
+            SWAPPED: self._swaps,
+        }
         return [makers.get(name, partial(self._processor, name))() for name in checks_of(self._config)]
 
     @property
@@ -239,7 +245,7 @@ class _Judge:
     def _log_probs(self) -> tuple[Finding, float | None]:
         pairs = [pair for answer, known in self._known(LAW, 20) for pair in zip(answer.scored, known, strict=False)]
         finding, shown = checks.judge_log_probs(pairs)
-        self._nats = max((abs(said.own - known.logprob) for said, known in pairs if said.own > -5), default=0.0)  # noqa: PLR2004
+        self._nats = max((abs(said.own - known.logprob) for said, known in pairs if said.own > -5), default=0.0)
         return finding, shown
 
     def _greedy(self) -> Finding:
@@ -280,9 +286,11 @@ class _Judge:
         whole = [replace(text, roles=last) for text in texts if len(text.token_ids) == longest > 1]
         scores = self._score(whole)
         of_last = checks.judge_sums(
-            END, sums_of([one.sums for one in scores if one.sums]), self._rounding(whole, scores),
+            END,
+            sums_of([one.sums for one in scores if one.sums]),
+            self._rounding(whole, scores),
             least_p=checks.OF_END / 2,
-        )  # fmt: skip
+        )
         return found if of_last.outcome != FAILED else of_last._replace(said=f"the last position: {of_last.said}")
 
     def _stops(self) -> Finding:

@@ -73,10 +73,26 @@ def unpacked(rows, starts, dims, is_slot, dtype: tl.constexpr, HEAD_DIM: tl.cons
 
 @triton.jit  # type: ignore[untyped-decorator]
 def over_slots(  # type: ignore[no-untyped-def]
-    query, keys, values, positions, start, stop, length, first_slot, head, scale, left, slot_stride, head_stride,
-    HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, HAS_WINDOW: tl.constexpr, SLOTS: tl.constexpr, ROWS: tl.constexpr,
+    query,
+    keys,
+    values,
+    positions,
+    start,
+    stop,
+    length,
+    first_slot,
+    head,
+    scale,
+    left,
+    slot_stride,
+    head_stride,
+    HEAD_DIM: tl.constexpr,
+    DIMS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    SLOTS: tl.constexpr,
+    ROWS: tl.constexpr,
     KIND: tl.constexpr,
-):  # fmt: skip
+):
     """Attend from a tile of queries at `positions` to slots of a row, SLOTS at once.
 
     Returns the sums, the largest scores and the sums of weights. A step of which a query sees nothing leaves its bits
@@ -108,12 +124,31 @@ def over_slots(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["left", "num_parts"])  # type: ignore[untyped-decorator]
 def attend_part(  # type: ignore[no-untyped-def]
-    queries, keys, values, first_queries, first_slots, used, parts, sums,
-    scale, left, num_parts, query_stride, query_head_stride, slot_stride, head_stride,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    PARTS: tl.constexpr, SLOTS: tl.constexpr, ROWS: tl.constexpr, KIND: tl.constexpr,
+    queries,
+    keys,
+    values,
+    first_queries,
+    first_slots,
+    used,
+    parts,
+    sums,
+    scale,
+    left,
+    num_parts,
+    query_stride,
+    query_head_stride,
+    slot_stride,
+    head_stride,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIMS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    PARTS: tl.constexpr,
+    SLOTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    KIND: tl.constexpr,
     PDL: tl.constexpr,
-):  # fmt: skip
+):
     """Attend from one row's queries of a group to a part of its slots; `scale` is for powers of 2."""
     part, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     release(PDL)
@@ -133,9 +168,26 @@ def attend_part(  # type: ignore[no-untyped-def]
     positions = length - num_queries + places
     first_slot = tl.load(first_slots + row).to(tl.int64)
     attended, peak, total = over_slots(
-        query, keys, values, positions, start, stop, length, first_slot, head, scale, left, slot_stride, head_stride,
-        HEAD_DIM, DIMS, HAS_WINDOW, SLOTS, ROWS, KIND,
-    )  # fmt: skip
+        query,
+        keys,
+        values,
+        positions,
+        start,
+        stop,
+        length,
+        first_slot,
+        head,
+        scale,
+        left,
+        slot_stride,
+        head_stride,
+        HEAD_DIM,
+        DIMS,
+        HAS_WINDOW,
+        SLOTS,
+        ROWS,
+        KIND,
+    )
     mine = (tokens * tl.num_programs(1) * GROUP + heads) * num_parts + part
     tl.store(sums + mine, peak + tl.log2(total), mask=places < num_queries)
     attended /= tl.where(total > 0.0, total, 1.0)[:, None]
@@ -144,10 +196,20 @@ def attend_part(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["left", "num_parts"])  # type: ignore[untyped-decorator]
 def attend_whole(  # type: ignore[no-untyped-def]
-    parts, sums, first_queries, used, attended, left, num_parts,
-    HEAD_DIM: tl.constexpr, HAS_WINDOW: tl.constexpr, PARTS: tl.constexpr, SLOTS: tl.constexpr, WIDTH: tl.constexpr,
+    parts,
+    sums,
+    first_queries,
+    used,
+    attended,
+    left,
+    num_parts,
+    HEAD_DIM: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    PARTS: tl.constexpr,
+    SLOTS: tl.constexpr,
+    WIDTH: tl.constexpr,
     PDL: tl.constexpr,
-):  # fmt: skip
+):
     """Add the parts of one query up, in some dimensions of a head."""
     head, row = tl.program_id(1), tl.program_id(2)
     release(PDL)
@@ -171,9 +233,15 @@ def attend_whole(  # type: ignore[no-untyped-def]
 
 
 def attend(
-    queries_QHD: Tensor, keys_SNW: Tensor, values_SNW: Tensor, sequences: Sequences,
-    *, scale: float, window: int | None, kept: KeptRows | None = None,
-) -> Tensor:  # fmt: skip
+    queries_QHD: Tensor,
+    keys_SNW: Tensor,
+    values_SNW: Tensor,
+    sequences: Sequences,
+    *,
+    scale: float,
+    window: int | None,
+    kept: KeptRows | None = None,
+) -> Tensor:
     """A `VarlenAttention` for at most `MOST_ROWS` / G queries of a sequence; keys and values have the same strides.
 
     They are kept as `kept` says; None for the queries' dtype.
@@ -193,15 +261,39 @@ def attend(
     shared: dict[str, int] = {"HEAD_DIM": head_dim, "HAS_WINDOW": left >= 0, "PARTS": parts, "SLOTS": PART_SLOTS}
     shared |= chained(queries_QHD.device)
     attend_part[num_parts, num_kv_heads, num_sequences](
-        queries_QHD, keys_SNW, values_SNW, sequences.first_query_C1, sequences.first_slot_C1, sequences.used_C,
-        parts_QHCD, sums_QHC, scale * LOG2_E, left, num_parts,
-        queries_QHD.stride(0), queries_QHD.stride(1), keys_SNW.stride(0), keys_SNW.stride(1),
-        GROUP=group, DIMS=max(int(triton.next_power_of_2(head_dim)), PART_SLOTS), ROWS=rows, **shared,
+        queries_QHD,
+        keys_SNW,
+        values_SNW,
+        sequences.first_query_C1,
+        sequences.first_slot_C1,
+        sequences.used_C,
+        parts_QHCD,
+        sums_QHC,
+        scale * LOG2_E,
+        left,
+        num_parts,
+        queries_QHD.stride(0),
+        queries_QHD.stride(1),
+        keys_SNW.stride(0),
+        keys_SNW.stride(1),
+        GROUP=group,
+        DIMS=max(int(triton.next_power_of_2(head_dim)), PART_SLOTS),
+        ROWS=rows,
+        **shared,
         KIND=KINDS.get(kept.dtype, 0) if kept else 0,
-        num_warps=rows // _LEAST_ROWS, num_stages=3,
-    )  # fmt: skip
+        num_warps=rows // _LEAST_ROWS,
+        num_stages=3,
+    )
     attend_whole[sequences.most_queries * triton.cdiv(head_dim, _WIDTH), num_heads, num_sequences](
-        parts_QHCD, sums_QHC, sequences.first_query_C1, sequences.used_C, attended_QHD, left, num_parts,
-        WIDTH=_WIDTH, **shared, num_warps=4,
-    )  # fmt: skip
+        parts_QHCD,
+        sums_QHC,
+        sequences.first_query_C1,
+        sequences.used_C,
+        attended_QHD,
+        left,
+        num_parts,
+        WIDTH=_WIDTH,
+        **shared,
+        num_warps=4,
+    )
     return attended_QHD

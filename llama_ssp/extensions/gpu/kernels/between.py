@@ -52,9 +52,17 @@ def add_norm(
     num_rows, width = x_ME.shape
     normed_ME = torch.empty_like(x_ME)
     add_norm_kernel[(num_rows,)](
-        x_ME, added_ME, ids_M, weight_E, normed_ME, width, eps, WIDTH=triton.next_power_of_2(width), num_warps=8,
+        x_ME,
+        added_ME,
+        ids_M,
+        weight_E,
+        normed_ME,
+        width,
+        eps,
+        WIDTH=triton.next_power_of_2(width),
+        num_warps=8,
         **chained(x_ME.device),
-    )  # fmt: skip
+    )
     return normed_ME
 
 
@@ -106,12 +114,27 @@ def _codes(numbers, IS_FLOAT: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["num_positions", "num_slots", "all_slots"])  # type: ignore[untyped-decorator]
 def rotate_write_kernel(  # type: ignore[no-untyped-def]
-    qkv, turns, positions, slots, query_norm, key_norm, parts,
-    num_slots, all_slots, num_positions, eps,
-    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    HEADS: tl.constexpr, PAIRS: tl.constexpr, WIDTH: tl.constexpr, LARGEST: tl.constexpr, IS_FLOAT: tl.constexpr,
+    qkv,
+    turns,
+    positions,
+    slots,
+    query_norm,
+    key_norm,
+    parts,
+    num_slots,
+    all_slots,
+    num_positions,
+    eps,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEADS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    LARGEST: tl.constexpr,
+    IS_FLOAT: tl.constexpr,
     PDL: tl.constexpr,
-):  # fmt: skip
+):
     """Turn some heads of one token: queries in place, keys into the cache, where values go unturned.
 
     A kept row has WIDTH numbers. With LARGEST they are codes and a scale; see `parts`.
@@ -166,9 +189,16 @@ def rotate_write_kernel(  # type: ignore[no-untyped-def]
 
 
 def rotate_write(
-    qkv_MXD: Tensor, turns_SP2: Tensor, positions_BT: Tensor, parts: Tensor,
-    *, heads: Heads, slots_M: Tensor | None = None, norms: Sequence[RmsNorm] = (), kept: KeptRows | None = None,
-) -> None:  # fmt: skip
+    qkv_MXD: Tensor,
+    turns_SP2: Tensor,
+    positions_BT: Tensor,
+    parts: Tensor,
+    *,
+    heads: Heads,
+    slots_M: Tensor | None = None,
+    norms: Sequence[RmsNorm] = (),
+    kept: KeptRows | None = None,
+) -> None:
     """Norm and turn the query heads of qkv in place, and write turned keys and values to the cache.
 
     Args:
@@ -185,9 +215,25 @@ def rotate_write(
     batch_size, num_positions = positions_BT.shape
     query_norm, key_norm = [norm.weight_E for norm in norms] or (None, None)
     rotate_write_kernel[(num_tokens, triton.cdiv(num_all, _HEADS_OF_A_PROGRAM))](
-        qkv_MXD, turns_SP2, positions_BT, slots_M, query_norm, key_norm, parts,
-        parts.shape[1] // batch_size, parts.shape[1], num_positions, norms[0].eps if norms else 0.0,
-        NUM_HEADS=heads.num, NUM_KV_HEADS=heads.num_kv, HEAD_DIM=head_dim, HEADS=_HEADS_OF_A_PROGRAM,
-        PAIRS=triton.next_power_of_2(head_dim // 2), WIDTH=parts.shape[2], LARGEST=kept.largest if kept else None,
-        IS_FLOAT=kept is not None and kept.dtype.is_floating_point, num_warps=4, **chained(qkv_MXD.device),
-    )  # fmt: skip
+        qkv_MXD,
+        turns_SP2,
+        positions_BT,
+        slots_M,
+        query_norm,
+        key_norm,
+        parts,
+        parts.shape[1] // batch_size,
+        parts.shape[1],
+        num_positions,
+        norms[0].eps if norms else 0.0,
+        NUM_HEADS=heads.num,
+        NUM_KV_HEADS=heads.num_kv,
+        HEAD_DIM=head_dim,
+        HEADS=_HEADS_OF_A_PROGRAM,
+        PAIRS=triton.next_power_of_2(head_dim // 2),
+        WIDTH=parts.shape[2],
+        LARGEST=kept.largest if kept else None,
+        IS_FLOAT=kept is not None and kept.dtype.is_floating_point,
+        num_warps=4,
+        **chained(qkv_MXD.device),
+    )

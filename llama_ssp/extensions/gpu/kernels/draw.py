@@ -45,9 +45,17 @@ def block_peaks(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def block_probs(  # type: ignore[no-untyped-def]
-    logits, peaks, totals, probs, scale, vocab_size, num_blocks,
-    TOKENS: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    logits,
+    peaks,
+    totals,
+    probs,
+    scale,
+    vocab_size,
+    num_blocks,
+    TOKENS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """The probabilities of one block of one row."""
     block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     blocks = tl.arange(0, BLOCKS)
@@ -72,9 +80,17 @@ def _place(numbers, uniform, num_places):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def sum_blocks(  # type: ignore[no-untyped-def]
-    weights, uniforms, sums, units, vocab_size, num_blocks, uniforms_stride,
-    TOKENS: tl.constexpr, DRAWS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    weights,
+    uniforms,
+    sums,
+    units,
+    vocab_size,
+    num_blocks,
+    uniforms_stride,
+    TOKENS: tl.constexpr,
+    DRAWS: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """Sum the integer units of one block of one row; pick a token of it too if it `DRAWS`, by the second uniform."""
     block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     tokens = block * TOKENS + tl.arange(0, TOKENS)
@@ -91,9 +107,18 @@ def sum_blocks(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def pick_token(  # type: ignore[no-untyped-def]
-    weights, sums, uniforms, ids, units, vocab_size, num_blocks, uniforms_stride,
-    TOKENS: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    weights,
+    sums,
+    uniforms,
+    ids,
+    units,
+    vocab_size,
+    num_blocks,
+    uniforms_stride,
+    TOKENS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """Pick a block of one row by its first uniform, and a token of it by the second."""
     row = tl.program_id(0).to(tl.int64)
     blocks = tl.arange(0, BLOCKS)
@@ -119,17 +144,33 @@ def softmax(logits_NV: Tensor, *, scale: float, join: Callable[..., Tensor] | No
     probs_NV = torch.empty_like(logits_NV, dtype=torch.float32)
     options = chained(logits_NV.device)
     block_peaks[num_blocks, num_rows](
-        logits_NV, peaks_NC, totals_NC, scale, vocab_size, num_blocks,
-        TOKENS=SOFTMAX_TOKENS, num_warps=SOFTMAX_WARPS, **options,
-    )  # fmt: skip
+        logits_NV,
+        peaks_NC,
+        totals_NC,
+        scale,
+        vocab_size,
+        num_blocks,
+        TOKENS=SOFTMAX_TOKENS,
+        num_warps=SOFTMAX_WARPS,
+        **options,
+    )
     if join:
         both_N2C = join(torch.stack([peaks_NC, totals_NC], dim=1), tokens=SOFTMAX_TOKENS)
         peaks_NC, totals_NC = both_N2C.transpose(0, 1).contiguous()
     num_joined = peaks_NC.shape[1]
     block_probs[num_blocks, num_rows](
-        logits_NV, peaks_NC, totals_NC, probs_NV, scale, vocab_size, num_joined,
-        TOKENS=SOFTMAX_TOKENS, BLOCKS=triton.next_power_of_2(num_joined), num_warps=SOFTMAX_WARPS, **options,
-    )  # fmt: skip
+        logits_NV,
+        peaks_NC,
+        totals_NC,
+        probs_NV,
+        scale,
+        vocab_size,
+        num_joined,
+        TOKENS=SOFTMAX_TOKENS,
+        BLOCKS=triton.next_power_of_2(num_joined),
+        num_warps=SOFTMAX_WARPS,
+        **options,
+    )
     return probs_NV
 
 
@@ -140,9 +181,19 @@ def draw_tokens(weights_BV: Tensor, uniforms_BP: Tensor, units: float, tokens_of
     (batch_size, vocab_size), num_blocks = weights_BV.shape, sums_BC.shape[1]
     ids_B1 = torch.empty(batch_size, 1, dtype=torch.int64, device=weights_BV.device)
     pick_token[(batch_size,)](
-        weights_BV, sums_BC, uniforms_BP, ids_B1, units, vocab_size, num_blocks, uniforms_BP.stride(0),
-        TOKENS=tokens_of_a_block, BLOCKS=triton.next_power_of_2(num_blocks), num_warps=4, **chained(weights_BV.device),
-    )  # fmt: skip
+        weights_BV,
+        sums_BC,
+        uniforms_BP,
+        ids_B1,
+        units,
+        vocab_size,
+        num_blocks,
+        uniforms_BP.stride(0),
+        TOKENS=tokens_of_a_block,
+        BLOCKS=triton.next_power_of_2(num_blocks),
+        num_warps=4,
+        **chained(weights_BV.device),
+    )
     return ids_B1
 
 
@@ -157,7 +208,16 @@ def _summed(weights_BV: Tensor, uniforms_BP: Tensor, *, units: float, tokens: in
     num_blocks = triton.cdiv(vocab_size, tokens)
     found = torch.empty(batch_size, num_kinds, num_blocks, dtype=torch.int64, device=weights_BV.device)
     sum_blocks[num_blocks, batch_size](
-        weights_BV, uniforms_BP, found, units, vocab_size, num_blocks, uniforms_BP.stride(0),
-        TOKENS=tokens, DRAWS=num_kinds > 1, num_warps=1, **chained(weights_BV.device),
-    )  # fmt: skip
+        weights_BV,
+        uniforms_BP,
+        found,
+        units,
+        vocab_size,
+        num_blocks,
+        uniforms_BP.stride(0),
+        TOKENS=tokens,
+        DRAWS=num_kinds > 1,
+        num_warps=1,
+        **chained(weights_BV.device),
+    )
     return found

@@ -51,11 +51,33 @@ def _group(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["left", "num_parts", "first_group", "num_groups"])  # type: ignore[untyped-decorator]
 def attend_equal_part(  # type: ignore[no-untyped-def]
-    queries, keys, values, first_queries, first_slots, used, parts, sums,
-    scale, left, num_parts, first_group, num_groups, query_stride, query_head_stride, slot_stride, head_stride,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    PART: tl.constexpr, SLOTS: tl.constexpr, ROWS: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    queries,
+    keys,
+    values,
+    first_queries,
+    first_slots,
+    used,
+    parts,
+    sums,
+    scale,
+    left,
+    num_parts,
+    first_group,
+    num_groups,
+    query_stride,
+    query_head_stride,
+    slot_stride,
+    head_stride,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIMS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    PART: tl.constexpr,
+    SLOTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    KIND: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """Attend from a group of one row's positions to a part of its slots; `scale` is for powers of 2."""
     part, head, place = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     release(PDL)
@@ -75,9 +97,26 @@ def attend_equal_part(  # type: ignore[no-untyped-def]
     positions = length - num_queries + places
     first_slot = tl.load(first_slots + row).to(tl.int64)
     attended, peak, total = over_slots(
-        query, keys, values, positions, start, stop, length, first_slot, head, scale, left, slot_stride, head_stride,
-        HEAD_DIM, DIMS, HAS_WINDOW, SLOTS, ROWS, KIND,
-    )  # fmt: skip
+        query,
+        keys,
+        values,
+        positions,
+        start,
+        stop,
+        length,
+        first_slot,
+        head,
+        scale,
+        left,
+        slot_stride,
+        head_stride,
+        HEAD_DIM,
+        DIMS,
+        HAS_WINDOW,
+        SLOTS,
+        ROWS,
+        KIND,
+    )
     mine = ((place.to(tl.int64) * tl.num_programs(1) + head) * ROWS + rows) * num_parts + part
     tl.store(sums + mine, peak + tl.log2(total), mask=places < num_queries)
     attended /= tl.where(total > 0.0, total, 1.0)[:, None]
@@ -86,10 +125,24 @@ def attend_equal_part(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["left", "num_parts", "first_group", "num_groups"])  # type: ignore[untyped-decorator]
 def join_parts(  # type: ignore[no-untyped-def]
-    parts, sums, first_queries, used, attended, left, num_parts, first_group, num_groups,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HAS_WINDOW: tl.constexpr, PART: tl.constexpr, ROWS: tl.constexpr,
-    JOINED: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    parts,
+    sums,
+    first_queries,
+    used,
+    attended,
+    left,
+    num_parts,
+    first_group,
+    num_groups,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    PART: tl.constexpr,
+    ROWS: tl.constexpr,
+    JOINED: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """Add the parts of one query up, in some dimensions of a head; JOINED parts at once, from the row's first on."""
     head, place = tl.program_id(1), tl.program_id(2)
     release(PDL)
@@ -123,9 +176,15 @@ def join_parts(  # type: ignore[no-untyped-def]
 
 
 def attend(
-    queries_QHD: Tensor, keys_SNW: Tensor, values_SNW: Tensor, sequences: Sequences,
-    *, scale: float, window: int | None, kept: KeptRows | None = None,
-) -> Tensor:  # fmt: skip
+    queries_QHD: Tensor,
+    keys_SNW: Tensor,
+    values_SNW: Tensor,
+    sequences: Sequences,
+    *,
+    scale: float,
+    window: int | None,
+    kept: KeptRows | None = None,
+) -> Tensor:
     """A `VarlenAttention` for any number of queries; see `attention.attend`.
 
     As many groups run at once as have `EQUAL_PARTS_BYTES` of sums.
@@ -148,14 +207,43 @@ def attend(
     for first in range(0, num_all, at_once):
         number = min(at_once, num_all - first)
         attend_equal_part[num_parts, num_kv_heads, number](
-            queries_QHD, keys_SNW, values_SNW, sequences.first_query_C1, sequences.first_slot_C1, sequences.used_C,
-            parts_CNMPD, sums_CNMP, scale * LOG2_E, left, num_parts, first, num_groups,
-            queries_QHD.stride(0), queries_QHD.stride(1), keys_SNW.stride(0), keys_SNW.stride(1),
-            DIMS=max(int(triton.next_power_of_2(head_dim)), PART_SLOTS), SLOTS=PART_SLOTS,
-            KIND=KINDS.get(kept.dtype, 0) if kept else 0, num_warps=rows // 16, num_stages=3, **shared,
-        )  # fmt: skip
+            queries_QHD,
+            keys_SNW,
+            values_SNW,
+            sequences.first_query_C1,
+            sequences.first_slot_C1,
+            sequences.used_C,
+            parts_CNMPD,
+            sums_CNMP,
+            scale * LOG2_E,
+            left,
+            num_parts,
+            first,
+            num_groups,
+            queries_QHD.stride(0),
+            queries_QHD.stride(1),
+            keys_SNW.stride(0),
+            keys_SNW.stride(1),
+            DIMS=max(int(triton.next_power_of_2(head_dim)), PART_SLOTS),
+            SLOTS=PART_SLOTS,
+            KIND=KINDS.get(kept.dtype, 0) if kept else 0,
+            num_warps=rows // 16,
+            num_stages=3,
+            **shared,
+        )
         join_parts[positions * triton.cdiv(head_dim, _WIDTH), num_heads, number](
-            parts_CNMPD, sums_CNMP, sequences.first_query_C1, sequences.used_C, attended_QHD, left, num_parts, first,
-            num_groups, JOINED=_JOINED, WIDTH=_WIDTH, num_warps=4, **shared,
-        )  # fmt: skip
+            parts_CNMPD,
+            sums_CNMP,
+            sequences.first_query_C1,
+            sequences.used_C,
+            attended_QHD,
+            left,
+            num_parts,
+            first,
+            num_groups,
+            JOINED=_JOINED,
+            WIDTH=_WIDTH,
+            num_warps=4,
+            **shared,
+        )
     return attended_QHD

@@ -25,9 +25,17 @@ _UNEVEN = range(6337, 8870)
 
 @triton.jit  # type: ignore[untyped-decorator]
 def row_kernel(  # type: ignore[no-untyped-def]
-    x, weight, bias, residual, y, num_outputs, num_inputs,
-    OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    x,
+    weight,
+    bias,
+    residual,
+    y,
+    num_outputs,
+    num_inputs,
+    OUTPUTS: tl.constexpr,
+    INPUTS: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """Compute some outputs of one row; a thread adds 8 neighbours of each step at once."""
     outputs, inputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS), tl.arange(0, INPUTS)
     # Rows of the weight after the last one are read as the last one, and not stored.
@@ -56,7 +64,16 @@ def product_of_halves(
     y_MO = x_MI.new_empty(1, num_outputs)
     residual_MO = None if residual_MO is None else residual_MO.contiguous()
     row_kernel[(triton.cdiv(num_outputs, _OUTPUTS),)](
-        x_MI.contiguous(), weight_OI, bias_O, residual_MO, y_MO, num_outputs, num_inputs,
-        OUTPUTS=_OUTPUTS, INPUTS=_INPUTS, num_warps=_NUM_WARPS, **chained(x_MI.device),
-    )  # fmt: skip
+        x_MI.contiguous(),
+        weight_OI,
+        bias_O,
+        residual_MO,
+        y_MO,
+        num_outputs,
+        num_inputs,
+        OUTPUTS=_OUTPUTS,
+        INPUTS=_INPUTS,
+        num_warps=_NUM_WARPS,
+        **chained(x_MI.device),
+    )
     return y_MO

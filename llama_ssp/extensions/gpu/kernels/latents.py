@@ -31,13 +31,34 @@ _LEAST_ROWS, _SLOTS, _WIDTH, _BLOCK = 16, 16, 32, 16
 
 @triton.jit(do_not_specialize=["num_queries", "num_slots", "num_parts"])  # type: ignore[untyped-decorator]
 def attend_part(  # type: ignore[no-untyped-def]
-    queries, latents, rotary, masks, parts, sums,
-    scale, mask_scale, num_queries, num_positions, num_slots, num_parts,
-    row_stride, slot_stride, mask_row_stride, mask_stride,
-    RANK: tl.constexpr, ROTARY: tl.constexpr, RANKS: tl.constexpr, ROTARIES: tl.constexpr, ROWS: tl.constexpr,
-    SHORT_PARTS: tl.constexpr, SHORT: tl.constexpr, LONG: tl.constexpr, SLOTS: tl.constexpr, KIND: tl.constexpr,
+    queries,
+    latents,
+    rotary,
+    masks,
+    parts,
+    sums,
+    scale,
+    mask_scale,
+    num_queries,
+    num_positions,
+    num_slots,
+    num_parts,
+    row_stride,
+    slot_stride,
+    mask_row_stride,
+    mask_stride,
+    RANK: tl.constexpr,
+    ROTARY: tl.constexpr,
+    RANKS: tl.constexpr,
+    ROTARIES: tl.constexpr,
+    ROWS: tl.constexpr,
+    SHORT_PARTS: tl.constexpr,
+    SHORT: tl.constexpr,
+    LONG: tl.constexpr,
+    SLOTS: tl.constexpr,
+    KIND: tl.constexpr,
     PDL: tl.constexpr,
-):  # fmt: skip
+):
     """Attend from some queries of a row to a part of its slots; both scales are for powers of 2."""
     part, row = tl.program_id(0), tl.program_id(2).to(tl.int64)
     release(PDL)
@@ -135,13 +156,36 @@ def attend(
     rows = min(max(int(triton.next_power_of_2(num_queries)), _LEAST_ROWS), LATENT_QUERIES)
     pdl, kind = chained(queries_BQD.device), KINDS.get(kept.dtype, 0)
     attend_part[num_parts, triton.cdiv(num_queries, rows), batch_size](
-        queries_BQD, latents_BSW, rotary_BSW, mask_B1TS, parts_BQCR, sums_BQC,
-        scale * LOG2_E, LOG2_E, num_queries, num_positions, num_slots, num_parts,
-        latents_BSW.stride(0), latents_BSW.stride(1), mask_B1TS.stride(0), mask_B1TS.stride(2),
-        RANK=rank, ROTARY=width - rank, RANKS=_padded(rank), ROTARIES=_padded(width - rank), ROWS=rows,
-        SHORT_PARTS=LATENT_PARTS[0], SHORT=LATENT_PARTS[1], LONG=LATENT_PARTS[2], SLOTS=_SLOTS,
-        KIND=kind, num_warps=8, num_stages=1 if kind else 2, **pdl,
-    )  # fmt: skip
+        queries_BQD,
+        latents_BSW,
+        rotary_BSW,
+        mask_B1TS,
+        parts_BQCR,
+        sums_BQC,
+        scale * LOG2_E,
+        LOG2_E,
+        num_queries,
+        num_positions,
+        num_slots,
+        num_parts,
+        latents_BSW.stride(0),
+        latents_BSW.stride(1),
+        mask_B1TS.stride(0),
+        mask_B1TS.stride(2),
+        RANK=rank,
+        ROTARY=width - rank,
+        RANKS=_padded(rank),
+        ROTARIES=_padded(width - rank),
+        ROWS=rows,
+        SHORT_PARTS=LATENT_PARTS[0],
+        SHORT=LATENT_PARTS[1],
+        LONG=LATENT_PARTS[2],
+        SLOTS=_SLOTS,
+        KIND=kind,
+        num_warps=8,
+        num_stages=1 if kind else 2,
+        **pdl,
+    )
     attend_whole[batch_size * num_queries, triton.cdiv(rank, _WIDTH)](
         parts_BQCR, sums_BQC, attended_BHTR, num_parts, RANK=rank, WIDTH=_WIDTH, BLOCK=_BLOCK, num_warps=1, **pdl
     )

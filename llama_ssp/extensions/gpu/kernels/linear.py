@@ -192,10 +192,29 @@ def store(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]
 def _product(  # type: ignore[no-untyped-def]
-    x, weight, words, scales, bias, residual, y, blocks, num_rows, num_outputs, num_inputs, words_stride, split_inputs,
-    num_chosen, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, WARPS: tl.constexpr,
-    GROUP: tl.constexpr, IS_SPLIT: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    x,
+    weight,
+    words,
+    scales,
+    bias,
+    residual,
+    y,
+    blocks,
+    num_rows,
+    num_outputs,
+    num_inputs,
+    words_stride,
+    split_inputs,
+    num_chosen,
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    INPUTS: tl.constexpr,
+    WARPS: tl.constexpr,
+    GROUP: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+    PTX: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """Compute one block: loop over steps, and add the warps' sums; the sums of a split are stored as they are.
 
     With `blocks` of pairs, each reads the row of its token, a number of pairs that `num_chosen` divides.
@@ -274,9 +293,19 @@ def _product(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["num_elements"])  # type: ignore[untyped-decorator]
 def _sum_of_splits(  # type: ignore[no-untyped-def]
-    parts, scales, bias, residual, y, experts, num_splits, num_elements, num_outputs, num_experts,
-    ELEMENTS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    parts,
+    scales,
+    bias,
+    residual,
+    y,
+    experts,
+    num_splits,
+    num_elements,
+    num_outputs,
+    num_experts,
+    ELEMENTS: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """Add the splits (S, M, O) in order; with `experts` of the rows, only of experts that are here."""
     places = tl.program_id(0) * ELEMENTS + tl.arange(0, ELEMENTS)
     is_element = places < num_elements
@@ -374,9 +403,16 @@ def unpack_codes(codes_CI: Tensor, words_GC: Tensor, into_CI: Tensor, scales_C: 
     group = num_inputs // len(words_GC)
     packed = group if scales_C is None else FP4_GROUP
     _unpack_codes[(num_outputs, triton.cdiv(num_inputs, 16 * packed))](
-        codes_CI, _as_bytes(words_GC), scales_C, into_CI, num_inputs, words_GC.stride(0), HALF=packed // 2,
-        GROUP=group, num_warps=4,
-    )  # fmt: skip
+        codes_CI,
+        _as_bytes(words_GC),
+        scales_C,
+        into_CI,
+        num_inputs,
+        words_GC.stride(0),
+        HALF=packed // 2,
+        GROUP=group,
+        num_warps=4,
+    )
 
 
 def _as_bytes(numbers: Tensor) -> Tensor:
@@ -421,9 +457,15 @@ class Tiles(NamedTuple):
 
 
 def tiles_of(
-    *, num_rows: int, num_outputs: int, num_inputs: int, num_processors: int, value_bytes: int, weight_bits: int = 8,
+    *,
+    num_rows: int,
+    num_outputs: int,
+    num_inputs: int,
+    num_processors: int,
+    value_bytes: int,
+    weight_bits: int = 8,
     group: int = 0,
-) -> Tiles:  # fmt: skip
+) -> Tiles:
     """Cut a product for a GPU with `num_processors`; only the tile of rows depends on the number of rows.
 
     Matrices that would leave half of the multiprocessors idle have small blocks, and if these do, too, they are split
@@ -436,8 +478,8 @@ def tiles_of(
     `value_bytes` is the size of an input, and `group` the inputs that share a word, 0 for no words.
     """
     # In fp32 every output of a warp shares the splitting of its inputs into three.
-    is_half = value_bytes == 2  # noqa: PLR2004 - bytes of fp16 and bf16
-    has_halves = weight_bits == 16  # noqa: PLR2004 - fp16 and bf16
+    is_half = value_bytes == 2
+    has_halves = weight_bits == 16
     outputs = 16 if has_halves or (is_half and 2 * triton.cdiv(num_outputs, 32) <= num_processors) else 32
     num_steps = triton.cdiv(num_inputs, STEP)
     split_steps = triton.cdiv(num_steps, max(num_processors // triton.cdiv(num_outputs, outputs), 1))
@@ -445,18 +487,20 @@ def tiles_of(
         split_steps = num_steps
     rows = _rows_of_a_block(num_rows, value_bytes)
     is_wide = is_half and not group
-    warp_inputs = max(group, FP4_GROUP) if weight_bits == 4 else WARP_INPUTS * (2 if is_wide else 1)  # noqa: PLR2004
+    warp_inputs = max(group, FP4_GROUP) if weight_bits == 4 else WARP_INPUTS * (2 if is_wide else 1)
     return Tiles(
-        rows=rows, outputs=outputs, split_inputs=split_steps * STEP, warp_inputs=warp_inputs,
-        num_warps=STEP // warp_inputs, num_stages=4 if not is_wide and rows * value_bytes <= 32 else 3,  # noqa: PLR2004
-        grid=(
-            triton.cdiv(num_rows, rows), triton.cdiv(num_outputs, outputs), triton.cdiv(num_steps, split_steps)
-        ),
-    )  # fmt: skip
+        rows=rows,
+        outputs=outputs,
+        split_inputs=split_steps * STEP,
+        warp_inputs=warp_inputs,
+        num_warps=STEP // warp_inputs,
+        num_stages=4 if not is_wide and rows * value_bytes <= 32 else 3,
+        grid=(triton.cdiv(num_rows, rows), triton.cdiv(num_outputs, outputs), triton.cdiv(num_steps, split_steps)),
+    )
 
 
 def _rows_of_a_block(num_rows: int, value_bytes: int) -> int:
-    return next((rows for rows in (8, 16) if num_rows <= rows), 32 if value_bytes == 2 else 16)  # noqa: PLR2004 - fp16
+    return next((rows for rows in (8, 16) if num_rows <= rows), 32 if value_bytes == 2 else 16)
 
 
 class Chosen(NamedTuple):
@@ -489,9 +533,15 @@ def choose(experts_MK: Tensor, num_experts: int, *, value_bytes: int) -> Chosen:
     experts_P = experts_MK.flatten()
     blocks_NR = torch.empty(num_blocks, rows + 2, dtype=torch.int32, device=experts_P.device)
     _find_block[(num_blocks,)](
-        experts_P, blocks_NR, num_pairs, num_experts, PAIRS=PAIRS, EXPERTS=triton.next_power_of_2(num_experts + 1),
-        ROWS=rows, num_warps=4,
-    )  # fmt: skip
+        experts_P,
+        blocks_NR,
+        num_pairs,
+        num_experts,
+        PAIRS=PAIRS,
+        EXPERTS=triton.next_power_of_2(num_experts + 1),
+        ROWS=rows,
+        num_warps=4,
+    )
     return Chosen(experts_P, blocks_NR, num_experts, num_chosen)
 
 
@@ -535,25 +585,59 @@ def product_of_few_rows(
     group = 0 if words is None else num_inputs // len(words)
     weight_OI = _as_bytes(weight_OI)
     tiles = tiles_of(
-        num_rows=rows, num_outputs=num_outputs, num_inputs=num_inputs, num_processors=num_processors,
-        value_bytes=x_MI.element_size(), group=group,
+        num_rows=rows,
+        num_outputs=num_outputs,
+        num_inputs=num_inputs,
+        num_processors=num_processors,
+        value_bytes=x_MI.element_size(),
+        group=group,
         weight_bits=4 if weight_OI.dtype is torch.uint8 else 8 * weight_OI.element_size(),
-    )  # fmt: skip
+    )
     y_MO = (x_MI.new_zeros if chosen else x_MI.new_empty)(num_rows, num_outputs)
     num_splits, length, options = tiles.grid[2], y_MO.numel(), chained(x_MI.device)
     is_split = num_splits > 1
     parts = x_MI.new_empty(num_splits, num_rows, num_outputs, dtype=torch.float32) if is_split else y_MO
     _product[tiles.grid if blocks_NR is None else (len(blocks_NR), *tiles.grid[1:])](
-        x_MI, weight_OI, words, scales_O, bias_O, residual_MO, parts, blocks_NR, num_rows, num_outputs, num_inputs,
-        0 if words is None else words.stride(0), tiles.split_inputs, ratio, ROWS=tiles.rows, OUTPUTS=tiles.outputs,
-        INPUTS=tiles.warp_inputs, WARPS=tiles.num_warps, GROUP=group, IS_SPLIT=is_split, PTX=_HAS_PTX,
-        num_warps=tiles.num_warps, num_stages=tiles.num_stages, **options,
-    )  # fmt: skip
+        x_MI,
+        weight_OI,
+        words,
+        scales_O,
+        bias_O,
+        residual_MO,
+        parts,
+        blocks_NR,
+        num_rows,
+        num_outputs,
+        num_inputs,
+        0 if words is None else words.stride(0),
+        tiles.split_inputs,
+        ratio,
+        ROWS=tiles.rows,
+        OUTPUTS=tiles.outputs,
+        INPUTS=tiles.warp_inputs,
+        WARPS=tiles.num_warps,
+        GROUP=group,
+        IS_SPLIT=is_split,
+        PTX=_HAS_PTX,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+        **options,
+    )
     if is_split:
         _sum_of_splits[(triton.cdiv(length, _SUMMED),)](
-            parts, scales_O, bias_O, residual_MO, y_MO, experts_P, num_splits, length, num_outputs, num_experts,
-            ELEMENTS=_SUMMED, **options,
-        )  # fmt: skip
+            parts,
+            scales_O,
+            bias_O,
+            residual_MO,
+            y_MO,
+            experts_P,
+            num_splits,
+            length,
+            num_outputs,
+            num_experts,
+            ELEMENTS=_SUMMED,
+            **options,
+        )
     return y_MO
 
 

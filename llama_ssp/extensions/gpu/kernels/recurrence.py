@@ -39,16 +39,41 @@ def _input(x, inputs, ring, at, channels, is_channel, first, token, place, x_ste
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _convolved(  # type: ignore[no-untyped-def]
-    x, inputs, weight, bias, ring, at, channels, is_channel, first, token, place, taken, is_writer,
-    x_step, num_inputs, num_channels, WIDTH: tl.constexpr,
-):  # fmt: skip
+    x,
+    inputs,
+    weight,
+    bias,
+    ring,
+    at,
+    channels,
+    is_channel,
+    first,
+    token,
+    place,
+    taken,
+    is_writer,
+    x_step,
+    num_inputs,
+    num_channels,
+    WIDTH: tl.constexpr,
+):
     """The convolution of some channels at one place, rounded; keeps its newest input if the token counts."""
     total = tl.zeros(at.shape, tl.float32)
     for tap in tl.static_range(WIDTH):
         number = _input(
-            x, inputs, ring, at, channels, is_channel, first, token, place - (WIDTH - 1) + tap,
-            x_step, num_inputs, num_channels,
-        )  # fmt: skip
+            x,
+            inputs,
+            ring,
+            at,
+            channels,
+            is_channel,
+            first,
+            token,
+            place - (WIDTH - 1) + tap,
+            x_step,
+            num_inputs,
+            num_channels,
+        )
         factor = tl.load(weight + channels * WIDTH + tap, mask=is_channel, other=0.0)
         total += number.to(tl.float32) * factor.to(tl.float32)
         if tap == WIDTH - 1:
@@ -66,13 +91,50 @@ def _silu(x, inputs):  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["num_tokens"])  # type: ignore[untyped-decorator]
 def recur_kernel(  # type: ignore[no-untyped-def]
-    x, decays, rates, weight, bias, log_rates, times, skips, out, inputs, states, firsts, takens, rows,
-    num_tokens, x_step, firsts_step, decays_step, decays_of_key_head, rates_step, rates_of_key_head,
-    first_query, first_key, first_value, key_step, value_step, query_channel, key_channel, value_channel,
-    num_inputs, num_kept, num_channels, least, most, rate_factor,
-    HEADS: tl.constexpr, HEADS_OF_KEY: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
-    KEYS: tl.constexpr, VALUES: tl.constexpr, WIDTH: tl.constexpr, IS_BY_ROW: tl.constexpr,
-):  # fmt: skip
+    x,
+    decays,
+    rates,
+    weight,
+    bias,
+    log_rates,
+    times,
+    skips,
+    out,
+    inputs,
+    states,
+    firsts,
+    takens,
+    rows,
+    num_tokens,
+    x_step,
+    firsts_step,
+    decays_step,
+    decays_of_key_head,
+    rates_step,
+    rates_of_key_head,
+    first_query,
+    first_key,
+    first_value,
+    key_step,
+    value_step,
+    query_channel,
+    key_channel,
+    value_channel,
+    num_inputs,
+    num_kept,
+    num_channels,
+    least,
+    most,
+    rate_factor,
+    HEADS: tl.constexpr,
+    HEADS_OF_KEY: tl.constexpr,
+    KEY: tl.constexpr,
+    VALUE: tl.constexpr,
+    KEYS: tl.constexpr,
+    VALUES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    IS_BY_ROW: tl.constexpr,
+):
     """Some values of a head of one row, token by token; with rates by the delta rule."""
     part, head, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     key_head, of_key_head = head // HEADS_OF_KEY, head % HEADS_OF_KEY
@@ -94,15 +156,72 @@ def recur_kernel(  # type: ignore[no-untyped-def]
     is_writer = (of_key_head == 0) & (part == 0)
     log_rate = -tl.exp(tl.load(log_rates + head).to(tl.float32))
     for place in range(num_tokens):
-        query = _silu(_convolved(
-            x, inputs, weight, bias, ring, query_at, query_channels, is_key, first, token, place, taken,
-            is_writer, x_step, num_inputs, num_channels, WIDTH), inputs)  # fmt: skip
-        key = _silu(_convolved(
-            x, inputs, weight, bias, ring, key_at, key_channels, is_key, first, token, place, taken,
-            is_writer, x_step, num_inputs, num_channels, WIDTH), inputs)  # fmt: skip
-        value = _silu(_convolved(
-            x, inputs, weight, bias, ring, value_at, value_channels, is_value, first, token, place, taken,
-            True, x_step, num_inputs, num_channels, WIDTH), inputs)  # fmt: skip
+        query = _silu(
+            _convolved(
+                x,
+                inputs,
+                weight,
+                bias,
+                ring,
+                query_at,
+                query_channels,
+                is_key,
+                first,
+                token,
+                place,
+                taken,
+                is_writer,
+                x_step,
+                num_inputs,
+                num_channels,
+                WIDTH,
+            ),
+            inputs,
+        )
+        key = _silu(
+            _convolved(
+                x,
+                inputs,
+                weight,
+                bias,
+                ring,
+                key_at,
+                key_channels,
+                is_key,
+                first,
+                token,
+                place,
+                taken,
+                is_writer,
+                x_step,
+                num_inputs,
+                num_channels,
+                WIDTH,
+            ),
+            inputs,
+        )
+        value = _silu(
+            _convolved(
+                x,
+                inputs,
+                weight,
+                bias,
+                ring,
+                value_at,
+                value_channels,
+                is_value,
+                first,
+                token,
+                place,
+                taken,
+                True,
+                x_step,
+                num_inputs,
+                num_channels,
+                WIDTH,
+            ),
+            inputs,
+        )
         if IS_BY_ROW:
             at = decays + (token + place) * decays_step + head * KEY + keys
             time = tl.load(at, mask=is_key, other=0.0).to(tl.float32)
@@ -132,9 +251,16 @@ def recur_kernel(  # type: ignore[no-untyped-def]
 
 
 def recur(
-    x_BTX: Tensor, decays: Tensor, rates: Tensor | None, layout: HeadLayout, places: Places, *, mixer: Any,  # noqa: ANN401
-    dtype: torch.dtype, rate_factor: float = 1.0,
-) -> Tensor:  # fmt: skip
+    x_BTX: Tensor,
+    decays: Tensor,
+    rates: Tensor | None,
+    layout: HeadLayout,
+    places: Places,
+    *,
+    mixer: Any,  # noqa: ANN401
+    dtype: torch.dtype,
+    rate_factor: float = 1.0,
+) -> Tensor:
     """Take in tokens, and keep the states after each.
 
     Args:
@@ -160,14 +286,44 @@ def recur(
     rates_MHD = None if rates is None else rates.flatten(0, 1)
     rates_steps = (0, 0) if rates_MHD is None else rates_MHD.stride()[:2]
     recur_kernel[(triton.cdiv(value_width, values), num_heads, batch_size)](
-        x_MX, decays_MHD, rates_MHD, weight, mixer.conv1d.bias, decay.A_log, decay.dt_bias, getattr(mixer, "D", None),
-        out_BTHP, places.inputs, places.states, places.first_B1, places.taken_B, places.rows_B,
-        num_tokens, x_MX.stride(0), places.first_B1.stride(0), *decays_MHD.stride()[:2], *rates_steps,
-        *layout.firsts, *layout.steps, *layout.channels, places.num_inputs, places.num_kept, len(weight),
-        float(least), float(most), rate_factor,
-        HEADS=num_heads, HEADS_OF_KEY=num_heads // layout.num_key_heads, KEY=key_width, VALUE=value_width, KEYS=keys,
-        VALUES=values, WIDTH=weight.shape[-1], IS_BY_ROW=decay is not mixer, num_warps=_WARPS,
-    )  # fmt: skip
+        x_MX,
+        decays_MHD,
+        rates_MHD,
+        weight,
+        mixer.conv1d.bias,
+        decay.A_log,
+        decay.dt_bias,
+        getattr(mixer, "D", None),
+        out_BTHP,
+        places.inputs,
+        places.states,
+        places.first_B1,
+        places.taken_B,
+        places.rows_B,
+        num_tokens,
+        x_MX.stride(0),
+        places.first_B1.stride(0),
+        *decays_MHD.stride()[:2],
+        *rates_steps,
+        *layout.firsts,
+        *layout.steps,
+        *layout.channels,
+        places.num_inputs,
+        places.num_kept,
+        len(weight),
+        float(least),
+        float(most),
+        rate_factor,
+        HEADS=num_heads,
+        HEADS_OF_KEY=num_heads // layout.num_key_heads,
+        KEY=key_width,
+        VALUE=value_width,
+        KEYS=keys,
+        VALUES=values,
+        WIDTH=weight.shape[-1],
+        IS_BY_ROW=decay is not mixer,
+        num_warps=_WARPS,
+    )
     return out_BTHP
 
 

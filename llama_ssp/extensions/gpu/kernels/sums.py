@@ -29,10 +29,23 @@ ENDLESS = 2**62  # Looks at the flag of another rank.
 
 @triton.jit(do_not_specialize=["patience"])  # type: ignore[untyped-decorator]
 def sum_kernel(  # type: ignore[no-untyped-def]
-    values, residual, weight, normed, memories, counts, num_values, span, eps, patience,
-    RANK: tl.constexpr, SIZE: tl.constexpr, RANKS: tl.constexpr, PLACES: tl.constexpr,
-    NUM_SLOTS: tl.constexpr, SLOT_BYTES: tl.constexpr,
-):  # fmt: skip
+    values,
+    residual,
+    weight,
+    normed,
+    memories,
+    counts,
+    num_values,
+    span,
+    eps,
+    patience,
+    RANK: tl.constexpr,
+    SIZE: tl.constexpr,
+    RANKS: tl.constexpr,
+    PLACES: tl.constexpr,
+    NUM_SLOTS: tl.constexpr,
+    SLOT_BYTES: tl.constexpr,
+):
     """Sum `span` values over the ranks, in place; or add the sum to the residual, in place, and normalize that.
 
     A rank that waits for more than `patience` looks at flags gives NaN.
@@ -109,9 +122,20 @@ class PeerSums:
         """Sum values over the ranks in their order, in place if they are contiguous; the same bits on all ranks."""
         values, number = values.contiguous(), values.numel()
         sum_kernel[(triton.cdiv(number, _CHUNK),)](
-            values, None, None, None, self.memories_R, self.counts, number, _CHUNK, 0.0, self.patience,
-            PLACES=_CHUNK, num_warps=4, **self._group,
-        )  # fmt: skip
+            values,
+            None,
+            None,
+            None,
+            self.memories_R,
+            self.counts,
+            number,
+            _CHUNK,
+            0.0,
+            self.patience,
+            PLACES=_CHUNK,
+            num_warps=4,
+            **self._group,
+        )
         return values
 
     def add_norm(self, part_ME: Tensor, x_ME: Tensor, weight_E: Tensor, eps: float) -> Tensor:
@@ -119,9 +143,20 @@ class PeerSums:
         (num_rows, width), part_ME = part_ME.shape, part_ME.contiguous()
         normed_ME = torch.empty_like(part_ME)
         sum_kernel[(num_rows,)](
-            part_ME, x_ME, weight_E, normed_ME, self.memories_R, self.counts, part_ME.numel(), width, eps,
-            self.patience, PLACES=triton.next_power_of_2(width), num_warps=8, **self._group,
-        )  # fmt: skip
+            part_ME,
+            x_ME,
+            weight_E,
+            normed_ME,
+            self.memories_R,
+            self.counts,
+            part_ME.numel(),
+            width,
+            eps,
+            self.patience,
+            PLACES=triton.next_power_of_2(width),
+            num_warps=8,
+            **self._group,
+        )
         return normed_ME
 
     @property

@@ -9,9 +9,13 @@ from llama_ssp.architectures.matrices import decoder
 def unwritten(model_type: str, **known: Any) -> Family:
     """A record that says nothing of parameters: a plan counts the library's modules, else a Llama's."""
     return Family(
-        model_type=model_type, parameters=decoder, windows=windows_of_layers, is_written=False, cuts_vocabulary=True,
+        model_type=model_type,
+        parameters=decoder,
+        windows=windows_of_layers,
+        is_written=False,
+        cuts_vocabulary=True,
         **known,
-    )  # fmt: skip
+    )
 
 
 TRANSFORMERS = ModelLibrary(

@@ -30,9 +30,11 @@ STABLELM = replace(
 
 OLMO = replace(GRANITE, model_type="olmo", parameters=partial(decoder, norms=0, final_norms=0))
 OLMO2 = replace(  # norms go over all queries and all keys of a token
-    GRANITE, model_type="olmo2", keeps_attention=True,
+    GRANITE,
+    model_type="olmo2",
+    keeps_attention=True,
     parameters=lambda shape: decoder(shape, head_norms=shape.num_attention_heads + shape.num_key_value_heads),
-)  # fmt: skip
+)
 OLMO3 = replace(OLMO2, model_type="olmo3", windows=MISTRAL.windows)
 
 COHERE = replace(GRANITE, model_type="cohere", parameters=partial(decoder, norms=1))
@@ -94,9 +96,13 @@ _NEO_PLAN = {
 def _of_neo(shape: ModelShape) -> Inventory:
     """Learned positions, which are not sharded, layer norms and plain MLPs."""
     found = decoder(
-        shape, ("q_proj", "k_proj", "v_proj", "out_proj", "c_fc", "c_proj"), biased=("out_proj", "c_fc", "c_proj"),
-        norms=4, final_norms=2, names=[("model.layers", "transformer.h"), ("self_attn", "attn.attention")],
-    )  # fmt: skip
+        shape,
+        ("q_proj", "k_proj", "v_proj", "out_proj", "c_fc", "c_proj"),
+        biased=("out_proj", "c_fc", "c_proj"),
+        norms=4,
+        final_norms=2,
+        names=[("model.layers", "transformer.h"), ("self_attn", "attn.attention")],
+    )
     places = Matrix(module="wpe", num_rows=shape.max_position_embeddings, num_columns=shape.hidden_size)
     return replace(found, embeddings=(replace(found.embeddings[0], module="wte"), places))
 
@@ -122,20 +128,30 @@ GPT_NEOX_JAPANESE = unwritten(
 )
 
 HUNYUAN_VL = unwritten("hunyuan_vl_text", tp_plan=_TP_PLAN)
-PERSIMMON = unwritten("persimmon", tp_plan={
-    **layer_plan("self_attn", ["query_key_value"], ["dense"]),
-    **layer_plan("mlp", ["dense_h_to_4h"], ["dense_4h_to_h"]),
-})  # fmt: skip
+PERSIMMON = unwritten(
+    "persimmon",
+    tp_plan={
+        **layer_plan("self_attn", ["query_key_value"], ["dense"]),
+        **layer_plan("mlp", ["dense_h_to_4h"], ["dense_4h_to_h"]),
+    },
+)
 OPT, XGLM, BIOGPT = (
-    unwritten(kind, tp_plan={
-        **layer_plan("self_attn", QKV, ["out_proj"], layers=layers), **layer_plan("", ["fc1"], ["fc2"], layers=layers),
-    })
+    unwritten(
+        kind,
+        tp_plan={
+            **layer_plan("self_attn", QKV, ["out_proj"], layers=layers),
+            **layer_plan("", ["fc1"], ["fc2"], layers=layers),
+        },
+    )
     for kind, layers in (("opt", "model.decoder.layers"), ("xglm", "model.layers"), ("biogpt", "biogpt.layers"))
-)  # fmt: skip
-GPTJ = unwritten("gptj", tp_plan={
-    **layer_plan("attn", QKV, ["out_proj"], layers="transformer.h"),
-    **layer_plan("mlp", ["fc_in"], ["fc_out"], layers="transformer.h"),
-})  # fmt: skip
+)
+GPTJ = unwritten(
+    "gptj",
+    tp_plan={
+        **layer_plan("attn", QKV, ["out_proj"], layers="transformer.h"),
+        **layer_plan("mlp", ["fc_in"], ["fc_out"], layers="transformer.h"),
+    },
+)
 """Kinds without a plan in the library; every rank holds their output."""
 _GPT_PLAN = {
     "transformer.wte": "embedding_rowwise",
@@ -148,8 +164,13 @@ GPT2 = unwritten(
     "gpt2", tp_plan=_GPT_PLAN, adapt=_LINEARS, turned=("c_attn.weight", "q_attn.weight", "c_proj.weight", "c_fc.weight")
 )
 GPT_BIGCODE = unwritten("gpt_bigcode", tp_plan=_GPT_PLAN, cuts={"c_attn": Cut.fused_qkv})
-FALCON = unwritten("falcon", adapt=_LINEARS, tp_plan={
-    "transformer.word_embeddings": "embedding_rowwise", "lm_head": "colwise_gather_output",
-    **layer_plan("self_attention", ["query_key_value"], ["dense"], layers="transformer.h"),
-    **layer_plan("mlp", ["dense_h_to_4h"], ["dense_4h_to_h"], layers="transformer.h"),
-})  # fmt: skip
+FALCON = unwritten(
+    "falcon",
+    adapt=_LINEARS,
+    tp_plan={
+        "transformer.word_embeddings": "embedding_rowwise",
+        "lm_head": "colwise_gather_output",
+        **layer_plan("self_attention", ["query_key_value"], ["dense"], layers="transformer.h"),
+        **layer_plan("mlp", ["dense_h_to_4h"], ["dense_4h_to_h"], layers="transformer.h"),
+    },
+)

@@ -15,15 +15,18 @@ from llama_ssp.extensions.modules.records.decoders import GRANITE, OLMO2
 
 MIXTRAL = replace(GRANITE, model_type="mixtral", windows=MISTRAL.windows)
 GRANITE_MOE = replace(
-    GRANITE, model_type="granitemoe", tp_plan=layer_plan("self_attn", QKV, ["o_proj"]),
+    GRANITE,
+    model_type="granitemoe",
+    tp_plan=layer_plan("self_attn", QKV, ["o_proj"]),
     parameters=partial(decoder, names=[("mlp.experts", "block_sparse_moe.experts")]),
-)  # fmt: skip
+)
 QWEN3_MOE = replace(MIXTRAL, model_type="qwen3_moe", parameters=QWEN3.parameters)
 QWEN2_MOE = replace(
-    MIXTRAL, model_type="qwen2_moe",
+    MIXTRAL,
+    model_type="qwen2_moe",
     parameters=partial(decoder, biased=QKV, norms=3, names=[("shared_experts", "shared_expert")]),
     tp_plan=layer_plan("mlp.shared_expert", ["gate_proj", "up_proj"], ["down_proj"]),
-)  # fmt: skip
+)
 """Its layers have the vector that weighs the MLP next to the experts."""
 OLMOE = replace(OLMO2, model_type="olmoe")
 DOTS1 = replace(MIXTRAL, model_type="dots1", parameters=partial(decoder, head_norms=2, routes_by_bias=True))

@@ -12,19 +12,26 @@ from llama_ssp.extensions.modules.records import unwritten
 
 GEMMA = Family(model_type="gemma", parameters=decoder, cuts_vocabulary=True, cuts_own_embedding=True)
 GEMMA3 = replace(
-    GEMMA, model_type="gemma3_text", parameters=partial(decoder, norms=4, head_norms=2), windows=windows_of_layers,
+    GEMMA,
+    model_type="gemma3_text",
+    parameters=partial(decoder, norms=4, head_norms=2),
+    windows=windows_of_layers,
     num_masks=2,
-)  # fmt: skip
+)
 GEMMA2 = replace(  # its scores are softcapped
-    GEMMA3, model_type="gemma2", parameters=partial(decoder, norms=4), attention="eager", keeps_scores=True,
+    GEMMA3,
+    model_type="gemma2",
+    parameters=partial(decoder, norms=4),
+    attention="eager",
+    keeps_scores=True,
     adapt="llama_ssp.extensions.modules.attention:use_softcapped",
-)  # fmt: skip
+)
 
 
 def _sizes_of_4(field: Callable[[str], Any]) -> dict[str, Any]:
     """Sizes in which the layers of a Gemma 4 differ, from a config of the hub or of the library, which lists layers."""
     num_layers = field("num_hidden_layers")
-    kinds = field("layer_types") or ["full_attention" if number % 6 == 5 else "" for number in range(num_layers)]  # noqa: PLR2004
+    kinds = field("layer_types") or ["full_attention" if number % 6 == 5 else "" for number in range(num_layers)]
     is_global = [kind == "full_attention" for kind in kinds[:-1]] + [True]
     num_own = num_layers - (field("num_kv_shared_layers") or 0)
     letters = ["sSgG"[2 * is_whole + (number >= num_own)] for number, is_whole in enumerate(is_global)]
@@ -65,9 +72,12 @@ def _parameters_of_4(shape: ModelShape) -> Inventory:
             of_kind = replace(of_kind, intermediate_size=shape.intermediate_size * (1 + shape.use_double_wide_mlp))
             kept = [name for name in kept if name not in {"k_proj", "v_proj"}]
         part = decoder(
-            of_kind, kept, norms=7 if shape.num_experts else 4, head_norms=1 + kind.islower(),
+            of_kind,
+            kept,
+            norms=7 if shape.num_experts else 4,
+            head_norms=1 + kind.islower(),
             names=[("mlp.shared_experts", "mlp"), ("mlp.experts", "experts")],
-        ).by_layer(-1)  # fmt: skip
+        ).by_layer(-1)
         layers[kind] = replace(part, layer=(*part.layer, *own), layer_vectors=part.layer_vectors + of_layer)
     embeddings = whole.embeddings
     if width:

@@ -40,6 +40,10 @@ FALCON_H1 = unwritten(
     "falcon_h1", adapt=_MIXERS, recurrent=("hybrid",), tp_plan=_plan(), modules=layers.mamba, num_layer_outputs=1
 )
 NEMOTRON_H = unwritten(
-    "nemotron_h", adapt=_MIXERS, recurrent=(*_LINEAR, "mlp", "moe"), gates_experts=False,
-    tp_plan=_plan("mixer") | {"model.layers.*.mixer.out_proj": "replicated"}, modules=layers.nemotron,
-)  # fmt: skip
+    "nemotron_h",
+    adapt=_MIXERS,
+    recurrent=(*_LINEAR, "mlp", "moe"),
+    gates_experts=False,
+    tp_plan=_plan("mixer") | {"model.layers.*.mixer.out_proj": "replicated"},
+    modules=layers.nemotron,
+)

@@ -187,9 +187,11 @@ def test_a_kernel_that_fails_on_this_device_is_not_used_and_that_is_said(
 ) -> None:
     assert tried(monkeypatch, RuntimeError("no kernel image\nTraceback"), capability=capability) is None
     said = [record.getMessage() for record in caplog.records]
-    assert said == ([] if capability < (8, 0) else [
-        "continuing with masks, because attention by lengths does not work on cuda:0: no kernel image"
-    ])  # fmt: skip
+    assert said == (
+        []
+        if capability < (8, 0)
+        else ["continuing with masks, because attention by lengths does not work on cuda:0: no kernel image"]
+    )
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3, windows": ("qwen3, windows", {}),
     "qwen3": ("qwen3", {}),
     "qwen3, biases": ("qwen3", {"attention_bias": True, "tie_word_embeddings": False}),
-}  # fmt: skip
+}
 # Largest difference, in units of the logits' scale.
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 0.15, torch.float16: 0.02}
 
@@ -86,9 +86,14 @@ class Library:
         self._model, self._texts_BT = model, torch.zeros(3, 40, dtype=torch.int64)
 
     def forward(
-        self, ids_BT: Tensor, positions_BT: Tensor, *, score_positions_BR: Tensor | None = None,
-        cache_rows_B: Tensor | None = None, **_bucket: int,
-    ) -> Tensor:  # fmt: skip
+        self,
+        ids_BT: Tensor,
+        positions_BT: Tensor,
+        *,
+        score_positions_BR: Tensor | None = None,
+        cache_rows_B: Tensor | None = None,
+        **_bucket: int,
+    ) -> Tensor:
         """See `Runner.forward`."""
         rows_B = torch.arange(3) if cache_rows_B is None else cache_rows_B
         self._texts_BT[rows_B[:, None], positions_BT] = ids_BT

@@ -23,9 +23,13 @@ every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 # Largest error of a weight in units of its row's (its group's) largest: half a step. A step of nf4 is 0.3 at most, one
 # of int4 2 / 15.
 WEIGHT_ERRORS = {
-    "int8": 0.5 / 127, "nf4": 0.152, "int8_weight_only": 0.5 / 127, "int4_weight_only": 1 / 15,
-    "fp8_weight_only": 16 / 448, "fp4": 1 / 6,
-}  # fmt: skip
+    "int8": 0.5 / 127,
+    "nf4": 0.152,
+    "int8_weight_only": 0.5 / 127,
+    "int4_weight_only": 1 / 15,
+    "fp8_weight_only": 16 / 448,
+    "fp4": 1 / 6,
+}
 GROUPS = {"nf4": 64, "fp4": 64, "fp8_weight_only": 128, "int4_weight_only": 128}
 
 

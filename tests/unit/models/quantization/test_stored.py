@@ -49,9 +49,12 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     def make(family: str, layout: str, **changes: Any) -> tuple[Path, Path]:
         folder = tmp_path_factory.mktemp("packed")
         sizes: dict[str, Any] = {
-            "hidden_size": 384, "intermediate_size": 384, "head_dim": 128, "num_attention_heads": 3,
+            "hidden_size": 384,
+            "intermediate_size": 384,
+            "head_dim": 128,
+            "num_attention_heads": 3,
             "num_key_value_heads": 3,
-        }  # fmt: skip
+        }
         (folder / "origin").mkdir()
         build_checkpoint(folder / "origin", family, **sizes | changes)
         pack_checkpoint(folder / "origin", folder / "packed", folder / "numbers", layout)
@@ -61,7 +64,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
 
 
 @torch.inference_mode()
-def greedy(runner: Any, comm: Comm | None = None) -> tuple[list[int], Tensor]:  # noqa: ANN401 - modules too
+def greedy(runner: Any, comm: Comm | None = None) -> tuple[list[int], Tensor]:
     """The ids that follow a prompt, and the logits of all positions."""
     if isinstance(runner, PreTrainedModel):
         runner = module_runner(runner, comm=comm)
@@ -238,9 +241,11 @@ def test_a_part_of_the_layers_with_one_input_is_refused(made: Made, tmp_path: Pa
 
 def test_sizes_that_contradict_a_packed_weight_are_refused(made: Made, tmp_path: Path) -> None:
     name = "model.layers.0.mlp.down_proj"
-    folder = edited(made("llama", "compressed-tensors")[0], tmp_path, lambda found: found.update(
-        {f"{name}.weight_shape": found[f"{name}.weight_shape"] - 1}
-    ))  # fmt: skip
+    folder = edited(
+        made("llama", "compressed-tensors")[0],
+        tmp_path,
+        lambda found: found.update({f"{name}.weight_shape": found[f"{name}.weight_shape"] - 1}),
+    )
     with pytest.raises(CheckpointError, match=rf"weights of {name}.weight with sizes .*, and its weight_shape says"):
         inspect(folder)
 

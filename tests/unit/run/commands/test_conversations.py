@@ -225,19 +225,23 @@ def test_a_prompt_that_is_too_long_is_named_by_line_and_id_before_a_rank_starts(
 
 
 CHAT: list[dict[str, str]] = [
-    USER | {"name": "Ann"}, {"role": "assistant", "content": "Yes?", "reasoning_content": "A greeting."},
+    USER | {"name": "Ann"},
+    {"role": "assistant", "content": "Yes?", "reasoning_content": "A greeting."},
     USER | {"name": "Bob"},
-]  # fmt: skip
+]
 
 
 @pytest.mark.seconds
 @pytest.mark.parametrize(
     ("number", "change"),
     [
-        (0, {"name": "Eve"}), (1, {"reasoning_content": "A call."}), (1, {"content": "No?"}), (2, {"name": "Eve"}),
+        (0, {"name": "Eve"}),
+        (1, {"reasoning_content": "A call."}),
+        (1, {"content": "No?"}),
+        (2, {"name": "Eve"}),
         (2, {"role": "assistant"}),
     ],
-)  # fmt: skip
+)
 def test_a_resumed_chat_has_all_that_its_template_reads(number: int, change: dict[str, str], folder: Path) -> None:
     same = f"run_dir={folder}/chat"
     before = ask_of_chats(folder, same, messages=CHAT).well().lines

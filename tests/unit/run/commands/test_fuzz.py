@@ -45,9 +45,11 @@ if TYPE_CHECKING:
     from llama_ssp.settings.schema import RunConfig
 
 UNHURRIED = settings(
-    derandomize=True, deadline=None, database=None,
+    derandomize=True,
+    deadline=None,
+    database=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)  # fmt: skip
+)
 NUM_PLANS, NUM_RUNS = (10, 10, 500), (1, 5, 100)
 """Examples of each lane: plans take up to a tenth of a second each, runs up to a second."""
 
@@ -60,18 +62,83 @@ def amounts(default: int, heavy: int, slow: int) -> pytest.MarkDecorator:
 
 
 NUMBERS = (
-    "0", "-1", "1", "2", "3.5", "1e3", "1e400", "-1e-400", "nan", "inf", "-inf", str(1 << 31), str(1 << 63), "9" * 40,
-    "0x10", "1_000", "007", "true", "null",
-)  # fmt: skip
+    "0",
+    "-1",
+    "1",
+    "2",
+    "3.5",
+    "1e3",
+    "1e400",
+    "-1e-400",
+    "nan",
+    "inf",
+    "-inf",
+    str(1 << 31),
+    str(1 << 63),
+    "9" * 40,
+    "0x10",
+    "1_000",
+    "007",
+    "true",
+    "null",
+)
 TEXTS = (
-    "", "''", '""', "é", "\u202e", "日本", "\x7f", "\udcff", "a b", "a,b", "[", "[]", "[[1],[2]]", "[1,,2]", "{}",
-    "{a:1}", "{a:{b:[c]}}", "(", "'", "\\", "${x}", "${oc.env:HOME}", "${run_id:}", "${", "$(id)",
-    "!!python/object:os.system", "range(1,3)", "choice(1,2)", "glob(*)", "interval(0,1)", "sort(3,1)", "int(x)", "none",
-    "${run_id:}", "${hydra:}", "${hydra:runtime}", "${oc.env:HOME,}", "${oc.create:{a:1}}",
-    "${oc.dict.keys:model}", "${model}", "${draft}", "${seed}", "${.x}", "${..}",
-    "\x1b[2J", "\x9b", "'\x1b]0;x\x07'", "[/x]", "'[/x]'",
-    "7B", "tiny", "../tiny", ".", "/dev/null", "x" * 5000,
-)  # fmt: skip
+    "",
+    "''",
+    '""',
+    "é",
+    "\u202e",
+    "日本",
+    "\x7f",
+    "\udcff",
+    "a b",
+    "a,b",
+    "[",
+    "[]",
+    "[[1],[2]]",
+    "[1,,2]",
+    "{}",
+    "{a:1}",
+    "{a:{b:[c]}}",
+    "(",
+    "'",
+    "\\",
+    "${x}",
+    "${oc.env:HOME}",
+    "${run_id:}",
+    "${",
+    "$(id)",
+    "!!python/object:os.system",
+    "range(1,3)",
+    "choice(1,2)",
+    "glob(*)",
+    "interval(0,1)",
+    "sort(3,1)",
+    "int(x)",
+    "none",
+    "${run_id:}",
+    "${hydra:}",
+    "${hydra:runtime}",
+    "${oc.env:HOME,}",
+    "${oc.create:{a:1}}",
+    "${oc.dict.keys:model}",
+    "${model}",
+    "${draft}",
+    "${seed}",
+    "${.x}",
+    "${..}",
+    "\x1b[2J",
+    "\x9b",
+    "'\x1b]0;x\x07'",
+    "[/x]",
+    "'[/x]'",
+    "7B",
+    "tiny",
+    "../tiny",
+    ".",
+    "/dev/null",
+    "x" * 5000,
+)
 ANY_TEXT = st.text(st.characters(exclude_characters="\0", codec="utf-8"), max_size=8)
 VALUES = st.one_of(st.sampled_from(NUMBERS), st.sampled_from(TEXTS), ANY_TEXT)
 NESTED = st.recursive(
@@ -80,22 +147,66 @@ NESTED = st.recursive(
     max_leaves=5,
 )
 ODD_KEYS = (
-    "", ".", "model.", ".model", "a.b.c", "hydra", "hydra.run.dir", "hydra/launcher", "hydra.launcher.nodes",
-    "_target_", "model._target_", "é", "model@draft", "task.name",
-)  # fmt: skip
+    "",
+    ".",
+    "model.",
+    ".model",
+    "a.b.c",
+    "hydra",
+    "hydra.run.dir",
+    "hydra/launcher",
+    "hydra.launcher.nodes",
+    "_target_",
+    "model._target_",
+    "é",
+    "model@draft",
+    "task.name",
+)
 OPTIONS = (
-    "-m", "--multirun", "--cfg", "job", "--info", "--resolve", "--package", "-cn", "--config-dir", "-h", "--run",
-    "--shell_completion", "--hydra-help", "--version",
-)  # fmt: skip
+    "-m",
+    "--multirun",
+    "--cfg",
+    "job",
+    "--info",
+    "--resolve",
+    "--package",
+    "-cn",
+    "--config-dir",
+    "-h",
+    "--run",
+    "--shell_completion",
+    "--hydra-help",
+    "--version",
+)
 SHORT_RUN = ("max_new_tokens=2", "device=cpu")
 SOUND = (
-    "task=generate", "task=generate task.format=jsonl", "task=generate task.in_order=true", "task=generate draft=none",
-    "sampling=greedy", "sampling=greedy verification=greedy", "sampling=nucleus", "sampling.temperature=0",
-    "sampling.top_k=1", "placement=replicated", "placement=one_rank", "hardware=laptop_cpu", "model.dtype=bf16",
-    "model.quantization=int8", "draft.model.quantization=int8_weight_only", "speculation.num_draft_tokens=2",
-    "batch_size=3", "num_samples=2", "max_new_tokens=4", "ignore_eos=true", "seed=5", "prompt=é", "run_dir=x",
-    "task.picture=x.svg", "timeouts.decode_s=1e6", "sampling.min_p=0.1 verification=block",
-)  # fmt: skip
+    "task=generate",
+    "task=generate task.format=jsonl",
+    "task=generate task.in_order=true",
+    "task=generate draft=none",
+    "sampling=greedy",
+    "sampling=greedy verification=greedy",
+    "sampling=nucleus",
+    "sampling.temperature=0",
+    "sampling.top_k=1",
+    "placement=replicated",
+    "placement=one_rank",
+    "hardware=laptop_cpu",
+    "model.dtype=bf16",
+    "model.quantization=int8",
+    "draft.model.quantization=int8_weight_only",
+    "speculation.num_draft_tokens=2",
+    "batch_size=3",
+    "num_samples=2",
+    "max_new_tokens=4",
+    "ignore_eos=true",
+    "seed=5",
+    "prompt=é",
+    "run_dir=x",
+    "task.picture=x.svg",
+    "timeouts.decode_s=1e6",
+    "sampling.min_p=0.1 verification=block",
+)
 LONG = {"max_new_tokens=1_000", "num_samples=1_000", "batch_size=1_000", "task=glob(*)"}
 """Words that are right, and whose runs take long."""
 REPORT_OPTIONS = ("--output=", "--output=x", "--output=/dev/null/x", "--help", "-")
@@ -119,12 +230,16 @@ def overrides(keys: list[str]) -> st.SearchStrategy[str]:
     setting = st.builds("{}={}".format, st.one_of(known, known, known, st.sampled_from(ODD_KEYS)), VALUES | NESTED)
     prefix = st.sampled_from(["+", "++", "~", "-", "--", "=", "@", "'"])
     return st.one_of(
-        setting, setting, setting,
+        setting,
+        setting,
+        setting,
         st.builds("{}{}".format, prefix, setting),
         st.builds("{}={}={}".format, known, VALUES, VALUES),
         st.builds("{}._target_={}".format, known, VALUES),
-        known, VALUES, st.sampled_from(OPTIONS),
-    )  # fmt: skip
+        known,
+        VALUES,
+        st.sampled_from(OPTIONS),
+    )
 
 
 def lines_of(keys: list[str]) -> st.SearchStrategy[list[str]]:
@@ -231,22 +346,80 @@ def test_what_was_found_once_is_a_sentence(run: Run, arguments: list[str], sente
 FEW, MANY = settings(UNHURRIED, max_examples=6), settings(UNHURRIED, max_examples=150)
 CONFIG = "seed: 7\nrun_dir: null\nstop_strings: []\nmodel:\n  name: big\n  shape: {num_layers: 2}\n"
 BYTES = [
-    b"", b"\n", b"\0", b"\xff\xfe", b"\xef\xbb\xbf{}", b"{", b"[]", b"null", b"1", b'"x"', b"{}", b"[" * 100_000,
-    b'{"a":' * 100_000, b"\x1b[2J", b"9" * 5000, b"NaN", b"\r\n\r\n", b"{}\n{}\n", "é".encode("latin-1"),
-    b'{"schema_version": 1}', b'{"schema_version": {"a": [[]]}}',
-]  # fmt: skip
+    b"",
+    b"\n",
+    b"\0",
+    b"\xff\xfe",
+    b"\xef\xbb\xbf{}",
+    b"{",
+    b"[]",
+    b"null",
+    b"1",
+    b'"x"',
+    b"{}",
+    b"[" * 100_000,
+    b'{"a":' * 100_000,
+    b"\x1b[2J",
+    b"9" * 5000,
+    b"NaN",
+    b"\r\n\r\n",
+    b"{}\n{}\n",
+    "é".encode("latin-1"),
+    b'{"schema_version": 1}',
+    b'{"schema_version": {"a": [[]]}}',
+]
 YAML = [
-    "a: &a [x, x]\nb: &b [*a, *a]\nc: [*b, *b]\n", "&a {b: *a}", "&a [*a]", "[" * 10_000, "{a: " * 10_000,
-    "- " * 5000 + "x", "? [a]\n: b", "? {a: b}\n: c", "seed: 2026-11-21", "seed: 2026-99-99", "seed: !!binary é",
-    "seed: !!bool maybe", "seed: !!int x", "seed: !!float x", "seed: !!set {a}", "seed: !!timestamp x",
-    "seed: !!python/object/apply:os.system [x]", "seed: 0b", "seed: 0x", "seed: 0o8", "seed: 190:20:30", "seed: .nan",
-    "seed: 1e400", "seed: " + "9" * 5000, "seed: {1: 2, null: 3, 1.5: 4}", "seed: \"\\ud800\"",
-    "seed: '\x1b'", "%YAML 9.9\n---\n",
-    "%TAG ! x\n--- !y z", "--- a\n--- b", "\t", "@", "`", "<<: 1", "<<: [a]", "a: 1\na: 2", "=: =", "x" * 100_000,
-    "\n".join(f"k{number}: {number}" for number in range(2000)), "seed: " + "x" * 2_000_000, "!!map [a]",
+    "a: &a [x, x]\nb: &b [*a, *a]\nc: [*b, *b]\n",
+    "&a {b: *a}",
+    "&a [*a]",
+    "[" * 10_000,
+    "{a: " * 10_000,
+    "- " * 5000 + "x",
+    "? [a]\n: b",
+    "? {a: b}\n: c",
+    "seed: 2026-11-21",
+    "seed: 2026-99-99",
+    "seed: !!binary é",
+    "seed: !!bool maybe",
+    "seed: !!int x",
+    "seed: !!float x",
+    "seed: !!set {a}",
+    "seed: !!timestamp x",
+    "seed: !!python/object/apply:os.system [x]",
+    "seed: 0b",
+    "seed: 0x",
+    "seed: 0o8",
+    "seed: 190:20:30",
+    "seed: .nan",
+    "seed: 1e400",
+    "seed: " + "9" * 5000,
+    "seed: {1: 2, null: 3, 1.5: 4}",
+    'seed: "\\ud800"',
+    "seed: '\x1b'",
+    "%YAML 9.9\n---\n",
+    "%TAG ! x\n--- !y z",
+    "--- a\n--- b",
+    "\t",
+    "@",
+    "`",
+    "<<: 1",
+    "<<: [a]",
+    "a: 1\na: 2",
+    "=: =",
+    "x" * 100_000,
+    "\n".join(f"k{number}: {number}" for number in range(2000)),
+    "seed: " + "x" * 2_000_000,
+    "!!map [a]",
     "!!str {a: b}",
-    "seed: !!omap [a]", "seed: !!pairs [[a]]", "seed: !!null x", "\ufeffseed: 7", "\x85", "\u2028", "seed: 1_", "_: -_",
-]  # fmt: skip
+    "seed: !!omap [a]",
+    "seed: !!pairs [[a]]",
+    "seed: !!null x",
+    "\ufeffseed: 7",
+    "\x85",
+    "\u2028",
+    "seed: 1_",
+    "_: -_",
+]
 FILES = ("summary.json", "run.jsonl", "config.yaml", "toys.jsonl", "status")
 
 
@@ -324,9 +497,11 @@ def check_folder(tmp_path: Path, number: int) -> None:
     damage(folder, chance)
     both = [str(sound.parent), f"--output={tmp_path / 'both'}"]
     for main, arguments, codes in (
-        (report, [str(folder), f"--output={tmp_path / 'alone'}"], {0, 2}), (report, both, {0}),
-        (lambda _: resume(folder), [], {0, 2}), (report, both, {0}),
-    ):  # fmt: skip
+        (report, [str(folder), f"--output={tmp_path / 'alone'}"], {0, 2}),
+        (report, both, {0}),
+        (lambda _: resume(folder), [], {0, 2}),
+        (report, both, {0}),
+    ):
         ended = call(main, arguments)
         assert ended.code in codes, f"folder {number}: {ended.err}"
         assert "Traceback" not in ended.err

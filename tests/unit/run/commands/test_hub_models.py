@@ -36,8 +36,11 @@ def test_a_pair_of_the_hub_writes_what_the_same_files_write_by_name(tmp_path: Pa
     points = [tmp_path / "a" / str(point) for point in range(4)]
     summaries = [json.loads((point / "summary.json").read_text()) for point in points]
     assert [(each["model"], each["draft"]) for each in summaries] == [
-        (TARGET, DRAFT), (TARGET, None), ("tiny", DRAFT), ("tiny", None),
-    ]  # fmt: skip
+        (TARGET, DRAFT),
+        (TARGET, None),
+        ("tiny", DRAFT),
+        ("tiny", None),
+    ]
     found, _, wanted, _ = (json.loads((point / "run.jsonl").read_text()) for point in points)
     assert (found["token_ids"], found["accepted_lengths"]) == (wanted["token_ids"], wanted["accepted_lengths"])
     assert summaries[0]["forecast"]["plain_ms_per_token"] > 0

@@ -45,8 +45,9 @@ def test_a_mistake_at_one_point_keeps_all_points_from_starting(tmp_path: Path) -
     begun, *problems = ended.err.splitlines()
     assert begun.startswith("2 problems")
     assert [problem.split(" run_dir=")[0] for problem in problems] == [
-        "  1. job 1 (speculation.num_draft_tokens=0", "  2. job 3 (speculation.num_draft_tokens=-1",
-    ]  # fmt: skip
+        "  1. job 1 (speculation.num_draft_tokens=0",
+        "  2. job 3 (speculation.num_draft_tokens=-1",
+    ]
 
 
 @pytest.mark.seconds

@@ -37,26 +37,100 @@ FAMILIES = ("llama", "gpt_neo", "gemma2", "gpt_neox")
 UNSHRUNK = settings(UNHURRIED, phases=[Phase.generate])  # to shrink a case would take minutes
 FEW, MANY = settings(UNSHRUNK, max_examples=20), settings(UNSHRUNK, max_examples=50)
 KEYS = (
-    "model_type", "architectures", "num_hidden_layers", "num_layers", "n_layer", "num_attention_heads", "num_heads",
-    "num_key_value_heads", "hidden_size", "head_dim", "intermediate_size", "vocab_size", "max_position_embeddings",
-    "tie_word_embeddings", "dtype", "torch_dtype", "rms_norm_eps", "layer_norm_eps", "hidden_act", "rope_theta",
-    "rope_scaling", "rope_parameters", "partial_rotary_factor", "rotary_pct", "sliding_window",
-    "use_sliding_window", "layer_types", "attention_types", "attention_layers", "window_size", "is_causal",
-    "auto_map", "quantization_config", "attn_implementation", "_attn_implementation", "text_config", "num_labels",
-    "id2label", "return_dict", "torchscript", "chunk_size_feed_forward", "output_attentions", "tp_plan",
-    "use_cache", "eos_token_id", "bos_token_id", "pad_token_id", "temperature", "top_k", "do_sample", "max_length",
-    "cache_implementation", "watermarking_config", "model_max_length", "chat_template", "tokenizer_class",
-    "added_tokens_decoder", "additional_special_tokens", "extra_special_tokens", "padding_side", "truncation_side",
-    "bos_token", "eos_token", "unk_token", "model_input_names", "clean_up_tokenization_spaces", "add_bos_token",
-    "add_prefix_space", "split_special_tokens", "backend", "legacy", "tokenizer_file", "vocab_file", "truncation",
-    "padding", "normalizer", "pre_tokenizer", "post_processor", "decoder", "model", "added_tokens", "weight_map",
-    "metadata", "x",
-)  # fmt: skip
+    "model_type",
+    "architectures",
+    "num_hidden_layers",
+    "num_layers",
+    "n_layer",
+    "num_attention_heads",
+    "num_heads",
+    "num_key_value_heads",
+    "hidden_size",
+    "head_dim",
+    "intermediate_size",
+    "vocab_size",
+    "max_position_embeddings",
+    "tie_word_embeddings",
+    "dtype",
+    "torch_dtype",
+    "rms_norm_eps",
+    "layer_norm_eps",
+    "hidden_act",
+    "rope_theta",
+    "rope_scaling",
+    "rope_parameters",
+    "partial_rotary_factor",
+    "rotary_pct",
+    "sliding_window",
+    "use_sliding_window",
+    "layer_types",
+    "attention_types",
+    "attention_layers",
+    "window_size",
+    "is_causal",
+    "auto_map",
+    "quantization_config",
+    "attn_implementation",
+    "_attn_implementation",
+    "text_config",
+    "num_labels",
+    "id2label",
+    "return_dict",
+    "torchscript",
+    "chunk_size_feed_forward",
+    "output_attentions",
+    "tp_plan",
+    "use_cache",
+    "eos_token_id",
+    "bos_token_id",
+    "pad_token_id",
+    "temperature",
+    "top_k",
+    "do_sample",
+    "max_length",
+    "cache_implementation",
+    "watermarking_config",
+    "model_max_length",
+    "chat_template",
+    "tokenizer_class",
+    "added_tokens_decoder",
+    "additional_special_tokens",
+    "extra_special_tokens",
+    "padding_side",
+    "truncation_side",
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "model_input_names",
+    "clean_up_tokenization_spaces",
+    "add_bos_token",
+    "add_prefix_space",
+    "split_special_tokens",
+    "backend",
+    "legacy",
+    "tokenizer_file",
+    "vocab_file",
+    "truncation",
+    "padding",
+    "normalizer",
+    "pre_tokenizer",
+    "post_processor",
+    "decoder",
+    "model",
+    "added_tokens",
+    "weight_map",
+    "metadata",
+    "x",
+)
 
 FILES = (
-    "config.json", "generation_config.json", INDEX_FILE, "tokenizer_config.json", "tokenizer.json",
+    "config.json",
+    "generation_config.json",
+    INDEX_FILE,
+    "tokenizer_config.json",
+    "tokenizer.json",
     "special_tokens_map.json",
-)  # fmt: skip
+)
 CHAT_TEMPLATE = "{% for message in messages %}{{ bos_token }} {{ message.content }}{% endfor %}"
 
 
@@ -81,9 +155,16 @@ def _here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def complete(folder: Path, *more: str) -> Ended:
     """Complete a prompt with the checkpoint of a folder."""
     return launch(
-        "task=generate", "model=local", f"model.path={folder}", "draft=none", "prompt=t5 t6", "max_new_tokens=2",
-        "device=cpu", f"run_dir={folder}/run", *more,
-    )  # fmt: skip
+        "task=generate",
+        "model=local",
+        f"model.path={folder}",
+        "draft=none",
+        "prompt=t5 t6",
+        "max_new_tokens=2",
+        "device=cpu",
+        f"run_dir={folder}/run",
+        *more,
+    )
 
 
 def with_fields(name: str, **fields: object) -> Callable[[Path], None]:
@@ -117,7 +198,7 @@ KNOWN: list[tuple[Callable[[Path], object], str]] = [
     (with_fields("config.json", hidden_act="sIlu"), "describes no model that can be built (KeyError"),
     (with_fields("generation_config.json", eos_token_id="1"), 'has eos_token_id "1"'),
     (with_fields("tokenizer_config.json", model_max_length="x"), 'has model_max_length "x", and a number'),
-]  # fmt: skip
+]
 
 
 @pytest.fixture
@@ -149,7 +230,7 @@ def test_how_the_library_returns_its_logits_is_not_up_to_the_config(family: str,
     [
         (with_fields("tokenizer_config.json", chat_template="{% for %}"), "chat=true", "the chat template in {} fails"),
     ],
-)  # fmt: skip
+)
 def test_a_fault_of_what_a_setting_reads_is_a_sentence(
     fault: Callable[[Path], object], setting: str, sentence: str, damaged: Path
 ) -> None:

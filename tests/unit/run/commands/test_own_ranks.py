@@ -171,6 +171,4 @@ def test_a_script_on_one_rank_has_its_arguments_and_its_folder_and_ends_with_its
     (tmp_path / "other.py").write_text("")
     (tmp_path / "study.py").write_text("import sys, other\nprint(sys.argv[1:], __name__)\nsys.exit('no: $5')\n")
     ended = run_program("run", "--script", str(tmp_path / "study.py"), "ranks=3", "--help")
-    assert (ended.returncode, ended.stdout, ended.stderr) == (
-        1, "['ranks=3', '--help'] __main__\n", "no: $5\n",
-    )  # fmt: skip
+    assert (ended.returncode, ended.stdout, ended.stderr) == (1, "['ranks=3', '--help'] __main__\n", "no: $5\n")

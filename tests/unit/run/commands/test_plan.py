@@ -79,9 +79,15 @@ def test_the_default_draft_is_that_of_the_model_entry_and_the_planners_choice_is
 
 def test_a_local_folder_is_planned_from_its_config_file_alone(tmp_path: Path) -> None:
     sizes = {
-        "model_type": "llama", "num_hidden_layers": 3, "hidden_size": 128, "num_attention_heads": 4,
-        "intermediate_size": 256, "vocab_size": 512, "max_position_embeddings": 512, "dtype": "float16",
-    }  # fmt: skip
+        "model_type": "llama",
+        "num_hidden_layers": 3,
+        "hidden_size": 128,
+        "num_attention_heads": 4,
+        "intermediate_size": 256,
+        "vocab_size": 512,
+        "max_position_embeddings": 512,
+        "dtype": "float16",
+    }
     (tmp_path / "config.json").write_text(json.dumps(sizes))
     asked = ("model=local", f"model.path={tmp_path}", "draft=none", "hardware=laptop_cpu")
     target = planned(*asked)["target"]
@@ -167,10 +173,17 @@ def test_figures_are_changed_in_all_machines() -> None:
 @pytest.mark.seconds
 def test_a_model_of_the_hub_is_planned_by_its_config_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = {
-        "model_type": "exaone", "num_hidden_layers": 80, "hidden_size": 8192, "num_attention_heads": 64,
-        "num_key_value_heads": 8, "intermediate_size": 29568, "vocab_size": 152064, "max_position_embeddings": 32768,
-        "dtype": "bfloat16", "tie_word_embeddings": False,
-    }  # fmt: skip
+        "model_type": "exaone",
+        "num_hidden_layers": 80,
+        "hidden_size": 8192,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "intermediate_size": 29568,
+        "vocab_size": 152064,
+        "max_position_embeddings": 32768,
+        "dtype": "bfloat16",
+        "tie_word_embeddings": False,
+    }
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     for name, changes in (("large", {"model_type": "qwen2"}), ("other", {})):
         (tmp_path / name).mkdir()

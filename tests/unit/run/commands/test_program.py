@@ -217,12 +217,15 @@ def test_a_shell_asks_for_candidates(line: str, candidates: str, monkeypatch: py
 @pytest.mark.parametrize(
     ("words", "stderr", "code", "said"),
     [
-        ("run.py model=nosuch", subprocess.STDOUT, 2, None), heavy("plan.py model=nosuch", subprocess.STDOUT, 2, None),
-        ("run.py --cfg job", subprocess.PIPE, 0, b""), heavy("run.py model=7B dry_run=true", subprocess.PIPE, 0, b""),
-        ("plan.py model=7B", subprocess.PIPE, 0, b""), heavy("plan.py model=7B format=json", subprocess.PIPE, 0, b""),
+        ("run.py model=nosuch", subprocess.STDOUT, 2, None),
+        heavy("plan.py model=nosuch", subprocess.STDOUT, 2, None),
+        ("run.py --cfg job", subprocess.PIPE, 0, b""),
+        heavy("run.py model=7B dry_run=true", subprocess.PIPE, 0, b""),
+        ("plan.py model=7B", subprocess.PIPE, 0, b""),
+        heavy("plan.py model=7B format=json", subprocess.PIPE, 0, b""),
         heavy("plan.py --help", subprocess.PIPE, 0, b""),
     ],
-)  # fmt: skip
+)
 def test_a_program_of_which_nobody_reads_a_word_ends_in_silence_and_keeps_its_code(
     words: str, stderr: int, code: int, said: bytes | None
 ) -> None:

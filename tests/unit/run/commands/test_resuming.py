@@ -78,10 +78,18 @@ def test_a_hybrid_goes_on_with_the_texts_of_an_undisturbed_run(kind: str, tmp_pa
         shutil.copy(file, tmp_path / "hybrid")
     (tmp_path / "p.txt").write_text("import\ndef f(x):\nclass A\n")
     words = (
-        "task=generate", "model=local", f"model.path={tmp_path}/hybrid", "draft=local",
-        f"draft.model.path={tmp_path}/hybrid", "draft.model.dtype=bf16", f"prompts={tmp_path}/p.txt", "num_samples=3",
-        "batch_size=2", "max_new_tokens=9", f"run_dir={tmp_path}/run",
-    )  # fmt: skip
+        "task=generate",
+        "model=local",
+        f"model.path={tmp_path}/hybrid",
+        "draft=local",
+        f"draft.model.path={tmp_path}/hybrid",
+        "draft.model.dtype=bf16",
+        f"prompts={tmp_path}/p.txt",
+        "num_samples=3",
+        "batch_size=2",
+        "max_new_tokens=9",
+        f"run_dir={tmp_path}/run",
+    )
     whole, file = samples(launch(*words)), tmp_path / "run" / "run.jsonl"
     file.write_text("".join(file.read_text().splitlines(keepends=True)[:4]))
     assert samples(launch(*words)) == whole
@@ -165,9 +173,14 @@ def test_a_full_disk_ends_a_run_in_a_sentence_and_with_more_room_it_is_completed
 ) -> None:
     """No file may be longer."""
     words = (
-        "task=generate", "prompt=import os", "max_new_tokens=24", "num_samples=12", "ignore_eos=true", "device=cpu",
+        "task=generate",
+        "prompt=import os",
+        "max_new_tokens=24",
+        "num_samples=12",
+        "ignore_eos=true",
+        "device=cpu",
         f"run_dir={tmp_path}/run",
-    )  # fmt: skip
+    )
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
     try:
@@ -209,9 +222,16 @@ def folder(begun: Path, tmp_path: Path) -> Path:
 def complete_of_other_models(folder: Path, *words: str, target: str = "tiny") -> Ended:
     with contextlib.chdir(folder):
         return launch(
-            "task=generate", "model=local", f"model.path={target}", "draft=local", "draft.model.path=tiny-draft",
-            "max_new_tokens=4", "prompts=p.txt", "run_dir=run", *words,
-        )  # fmt: skip
+            "task=generate",
+            "model=local",
+            f"model.path={target}",
+            "draft=local",
+            "draft.model.path=tiny-draft",
+            "max_new_tokens=4",
+            "prompts=p.txt",
+            "run_dir=run",
+            *words,
+        )
 
 
 def texts_of_other_models(folder: Path, run: str = "run") -> list[tuple[str, list[int]]]:

@@ -85,8 +85,10 @@ def test_ranks_above_zero_let_rank_zero_speak_first_and_end_alike(
 ) -> None:
     monkeypatch.setattr(run, "SILENCE_S", 0.3)
     for words, code, least_s in (
-        (["sampling.top_p=2"], 2, 0.3), (["--help"], 0, 0.0), (["dry_run=true", "hardware=laptop_cpu"], 0, 0.0),
-    ):  # fmt: skip
+        (["sampling.top_p=2"], 2, 0.3),
+        (["--help"], 0, 0.0),
+        (["dry_run=true", "hardware=laptop_cpu"], 0, 0.0),
+    ):
         start = time.monotonic()
         ended = launch(*words, RANK="1", WORLD_SIZE="2")
         assert (ended.code, ended.out, ended.err) == (code, "", "")
@@ -97,10 +99,12 @@ def test_ranks_above_zero_let_rank_zero_speak_first_and_end_alike(
 @pytest.mark.parametrize(
     ("error", "code", "num_runs"),
     [
-        (CheckpointError("no file"), 2, 2), heavy(CapacityError("no file"), 3, 2),
-        heavy(InterruptedRun("no file"), 4, 1), heavy(LostRankError("no file"), 1, 1),
+        (CheckpointError("no file"), 2, 2),
+        heavy(CapacityError("no file"), 3, 2),
+        heavy(InterruptedRun("no file"), 4, 1),
+        heavy(LostRankError("no file"), 1, 1),
     ],
-)  # fmt: skip
+)
 def test_a_sweep_goes_on_after_a_failure_but_for_an_interrupt_and_ends_with_its_exit_code(
     error: Exception, code: int, num_runs: int, launch: Launch, tmp_path: Path
 ) -> None:

@@ -55,10 +55,15 @@ def written(
             raise InterruptedRun("stopped")
 
     session = SimpleNamespace(
-        terminal=Terminal(out=out, err=out), config=SimpleNamespace(task=task, num_samples=2), streams=False,
-        best_mode="plain", num_prompts=3, complete=complete, showing_progress=lambda *_, **__: nullcontext(),
+        terminal=Terminal(out=out, err=out),
+        config=SimpleNamespace(task=task, num_samples=2),
+        streams=False,
+        best_mode="plain",
+        num_prompts=3,
+        complete=complete,
+        showing_progress=lambda *_, **__: nullcontext(),
         finished={line_of(request).key for request in REQUESTS[:finished]},
-    )  # fmt: skip
+    )
     session.heading = partial(Session.heading, cast("Session", session))
     with pytest.raises(InterruptedRun) if stops else nullcontext():
         generate(cast("Session", session), REQUESTS)
@@ -150,10 +155,12 @@ def test_a_forecast_counts_whole_completions_as_the_summary_does() -> None:
 @pytest.mark.parametrize(
     ("words", "tokens"),
     [
-        ((f"task.default_prompts=[{'x' * 30},{'y' * 299}]",), 100), ((f"prompt={'z' * 59}",), 20),
-        (("prompts=-",), 128), (("prompts={}/file",), 41),
+        ((f"task.default_prompts=[{'x' * 30},{'y' * 299}]",), 100),
+        ((f"prompt={'z' * 59}",), 20),
+        (("prompts=-",), 128),
+        (("prompts={}/file",), 41),
     ],
-)  # fmt: skip
+)
 def test_the_longest_prompt_is_estimated_from_its_text(words: tuple[str, ...], tokens: int, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("a\n" + "b" * 60 + "\u2028" + "b" * 59)  # one line has 120 characters
     ended = launch(*ELSEWHERE, *(word.format(tmp_path) for word in words), "dry_run=true")

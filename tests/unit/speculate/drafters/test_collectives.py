@@ -102,9 +102,11 @@ def drafted(runner: Runner, comm: Comm, *, temperature: float = 0.9, shard: Shar
 
 
 @grid(
-    family=["llama", "qwen3", "gpt_neox"], whole=[NONE, EMBEDDING, ATTENTION], num_ranks=[2, 3],
+    family=["llama", "qwen3", "gpt_neox"],
+    whole=[NONE, EMBEDDING, ATTENTION],
+    num_ranks=[2, 3],
     draws=["greedy", "gathered", "over shards"],
-)  # fmt: skip
+)
 def test_ranks_draft_as_one_does_with_the_collectives_that_are_planned(
     tmp_path: Path, family: str, whole: WholeParts, num_ranks: int, draws: str
 ) -> None:
@@ -126,9 +128,11 @@ def test_ranks_draft_as_one_does_with_the_collectives_that_are_planned(
         assert ids_BK.tolist() == wanted.tolist()
     model = planned_model(ModelConfig(name="one", path=str(tmp_path), dtype=Dtype.fp32), device="cpu")
     placement = ModelPlacement(
-        model=model, ranks=(*range(num_ranks),), cuda_graphs=False,
+        model=model,
+        ranks=(*range(num_ranks),),
+        cuda_graphs=False,
         draws={"greedy": ShardDraws("greedy"), "over shards": ShardDraws("speculative")}.get(draws),
-    )  # fmt: skip
+    )
     assert all(comm.gathered == placement.draw_messages(3, 1) * K for comm in comms)
     planned = inventory(inspect(tmp_path).shape).keeping(whole).num_all_reduces
     cuts_embedding = whole is NONE and family != "gpt_neox"
@@ -141,10 +145,17 @@ def test_ranks_draft_as_one_does_with_the_collectives_that_are_planned(
 @pytest.mark.parametrize(
     ("rule", "of_target", "of_draft"),
     [
-        ("gathered", 1, 1), heavy("speculative", 3, 2), heavy("block", 4, 2), heavy("coupled", 2, 2),
-        heavy("greedy", 1, 1), ("certain", 2, 0), ("law", 3, 0), heavy("block law", 4, 0), heavy("coupled law", 2, 0),
+        ("gathered", 1, 1),
+        heavy("speculative", 3, 2),
+        heavy("block", 4, 2),
+        heavy("coupled", 2, 2),
+        heavy("greedy", 1, 1),
+        ("certain", 2, 0),
+        ("law", 3, 0),
+        heavy("block law", 4, 0),
+        heavy("coupled law", 2, 0),
     ],
-)  # fmt: skip
+)
 def test_a_round_has_as_many_collectives_and_bytes_as_it_is_priced_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rule: str, of_target: int, of_draft: int
 ) -> None:
@@ -180,13 +191,21 @@ def test_a_round_has_as_many_collectives_and_bytes_as_it_is_priced_with(
         assert isinstance(comm, CountingComm)
         target, draft = (ranks[comm.rank] for ranks in models)
         decoder = make_decoder(
-            target, None if is_alone else draft, comm=comm, num_draft_tokens=K, batch_size=2, replay=False,
-            sampling=sampling, rule_name=rule_name, ngram=is_certain,
-            shard=Shard(comm, VOCAB_SIZE) if is_cut else WHOLE, make_drafter=with_law if has_law else None,
-        )  # fmt: skip
+            target,
+            None if is_alone else draft,
+            comm=comm,
+            num_draft_tokens=K,
+            batch_size=2,
+            replay=False,
+            sampling=sampling,
+            rule_name=rule_name,
+            ngram=is_certain,
+            shard=Shard(comm, VOCAB_SIZE) if is_cut else WHOLE,
+            make_drafter=with_law if has_law else None,
+        )
         step, counted = decoder.round.step, set[tuple[int, int]]()
 
-        def counting(*arguments: Any, **named: Any) -> Any:  # noqa: ANN401 - those of `Round.step`
+        def counting(*arguments: Any, **named: Any) -> Any:
             before, before_bytes = comm.sent.total(), sum(comm.gathered) + sum(comm.others)
             found = step(*arguments, **named)
             counted.add((comm.sent.total() - before, sum(comm.gathered) + sum(comm.others) - before_bytes))

@@ -32,14 +32,14 @@ from tests.unit.models.llama.test_decoder import modules
 Make = Callable[..., Any]
 
 
-def of_window(**parts: Any) -> Any:  # noqa: ANN401 - a drafter of an extension
+def of_window(**parts: Any) -> Any:
     extension = module_of("windows.drafter")
     config = module_of("windows.records").WindowConfig(kind="model", window=8)
     return extension.WindowDrafter(parts_of(parts.pop("runner"), config=config, **parts))
 
 
 def of_target(**settings: Any) -> Make:
-    def make(*, target: LeanRunner, **parts: Any) -> Any:  # noqa: ANN401 - a drafter of an extension
+    def make(*, target: LeanRunner, **parts: Any) -> Any:
         parts.pop("runner")
         config = module_of("self_drafts.records").SelfConfig(kind="self", **settings)
         return module_of("self_drafts.drafter").SelfDrafter(parts_of(config=config, target=target, **parts))
@@ -77,7 +77,7 @@ def test_a_drafter_that_is_invariant_takes_no_other_attention_in_any_stage(
         return attend_by_mask(*parts, **how)
 
     def noting(function: Callable[..., Any]) -> Callable[..., Any]:
-        def noted(*parts: Any, **how: Any) -> Any:  # noqa: ANN401
+        def noted(*parts: Any, **how: Any) -> Any:
             of_drafter[0] = True
             found = function(*parts, **how)
             of_drafter[0] = False
@@ -88,7 +88,7 @@ def test_a_drafter_that_is_invariant_takes_no_other_attention_in_any_stage(
     monkeypatch.setattr(lean, "attend_by_mask", recording)
     made = list[Any]()
 
-    def make_drafter(rule: Rule) -> Any:  # noqa: ANN401
+    def make_drafter(rule: Rule) -> Any:
         sizes = {"rule": rule, "num_draft_tokens": 3, "vocab_size": target.vocab_size, "tree": tree}
         made.append(make(runner=draft, target=target, **sizes))
         for name in ("prefill", "propose"):

@@ -73,8 +73,10 @@ def test_it_drafts_forced_tokens_with_certainty_and_the_others_from_its_law() ->
 def test_a_record_that_draws_is_certain_nowhere_and_another_without_a_model_everywhere() -> None:
     near, far = (DrafterRecord(name="near", make="a:b", draws=draws) for draws in (True, False))
     assert (near.is_certain(), far.is_certain(), near.is_certain(tree=tree_shape("dynamic-6x2x3"))) == (
-        False, True, True,
-    )  # fmt: skip
+        False,
+        True,
+        True,
+    )
     model = drafter_of(of_kind("model"))
     assert (model.is_certain(), model.is_certain(is_greedy=True)) == (False, True)
 

@@ -53,17 +53,28 @@ def copies_of_the_future(_rule: Rule) -> Drafter:
 @pytest.mark.parametrize(
     "drafted",
     [
-        {"ngram": True}, {"ngram": True, "sampling": PENALIZED}, {"ngram": True, "tree": "3x2x1"},
+        {"ngram": True},
+        {"ngram": True, "sampling": PENALIZED},
+        {"ngram": True, "tree": "3x2x1"},
         {"draft": PrefixRunner(seed=1, sharpness=1.0), "tree": "dynamic-7x3x3"},
-        {"make_drafter": best_of_draft}, {"make_drafter": copies_of_other_texts},
-        {"make_drafter": copies_of_other_texts, "replay": WatchedGraphs}, {"make_drafter": copies_of_the_future},
+        {"make_drafter": best_of_draft},
+        {"make_drafter": copies_of_other_texts},
+        {"make_drafter": copies_of_other_texts, "replay": WatchedGraphs},
+        {"make_drafter": copies_of_the_future},
         {"make_drafter": copies_of_the_future, "replay": WatchedGraphs},
     ],
     ids=[
-        "copies", "copies under a penalty", "a tree of copies", "a dynamic tree", "best tokens", "other texts",
-        "other texts in graphs", "the future", "the future in graphs",
+        "copies",
+        "copies under a penalty",
+        "a tree of copies",
+        "a dynamic tree",
+        "best tokens",
+        "other texts",
+        "other texts in graphs",
+        "the future",
+        "the future in graphs",
     ],
-)  # fmt: skip
+)
 def test_sampled_text_is_that_of_plain_decoding(drafted: dict[str, Any], rule_name: str, batch_size: int) -> None:
     target = PrefixRunner(sharpness=1.0)
     draft, sampling = drafted.pop("draft", None), drafted.get("sampling") or SamplingConfig(temperature=0.9)

@@ -210,12 +210,16 @@ def mixed(number: int) -> list[Request]:
     """Three rows with the settings of a mixture; the last one of some takes one drafted token."""
     return [
         Request(
-            index=row, prompt_ids=(5, 6, 7 + row), max_new_tokens=20, seed=row, ignores_eos=True,
+            index=row,
+            prompt_ids=(5, 6, 7 + row),
+            max_new_tokens=20,
+            seed=row,
+            ignores_eos=True,
             sampling=SamplingConfig(**{"temperature": 1.0} | settings),
             num_draft_tokens=1 if row == 2 and number % 2 else None,
         )
         for row, settings in enumerate(MIXTURES[number])
-    ]  # fmt: skip
+    ]
 
 
 class Keeping(Living):

@@ -101,10 +101,13 @@ def test_ranks_agree_where_drafts_end(layout: Layout, rule: str) -> None:
     placement = PlacementConfig(draft=DraftPlacement(kind=layout.draft_kind))
     config = replace(
         run_config(ModelConfig(name="target"), None, placement=placement),
-        draft=EndingConfig(kind=MODEL_DRAFT, model=ModelConfig(name="draft")), batch_size=3, ignore_eos=False,
-        sampling=SamplingConfig(temperature=0.8), verification=VerificationConfig(rule=rule),
+        draft=EndingConfig(kind=MODEL_DRAFT, model=ModelConfig(name="draft")),
+        batch_size=3,
+        ignore_eos=False,
+        sampling=SamplingConfig(temperature=0.8),
+        verification=VerificationConfig(rule=rule),
         speculation=SpeculationConfig(num_draft_tokens=K),
-    )  # fmt: skip
+    )
     alone = replace(config, placement=PlacementConfig())
     [wanted] = texts_of_ranks(ALONE, alone, requests())
     assert texts_of_ranks(layout, config, requests()) == [wanted] * len(layout.ranks)

@@ -34,8 +34,13 @@ class CountingRunner(PrefixRunner):
         return super().forward(ids_BT, positions_BT, **how)  # type: ignore[arg-type]
 
 
-@pairs(shape=[None, "2x2x1", "dynamic-7x3x3"], num_groups=[2, 3, 9], temperature=[0.0, 0.9], drafts=[True, False],
-       where=lambda shape, drafts, **_: drafts or shape is None)  # fmt: skip
+@pairs(
+    shape=[None, "2x2x1", "dynamic-7x3x3"],
+    num_groups=[2, 3, 9],
+    temperature=[0.0, 0.9],
+    drafts=[True, False],
+    where=lambda shape, drafts, **_: drafts or shape is None,
+)
 def test_texts_are_those_of_one_group(shape: str | None, num_groups: int, temperature: float, drafts: bool) -> None:
     found = []
     for number in (1, num_groups):
@@ -79,7 +84,7 @@ def test_texts_of_several_rounds_have_the_law_of_the_target(rule_name: str, num_
     vocab_size, num_rounds = (3, 3) if num_drafted == 1 else (2, 2)
     draft = LayeredTables(vocab_size=vocab_size, num_layers=1, seed=5)
 
-    def make(target: LayeredTables, rule: Rule, *, batch_size: int, num_slots: int) -> Any:  # noqa: ANN401
+    def make(target: LayeredTables, rule: Rule, *, batch_size: int, num_slots: int) -> Any:
         target.allocate(batch_size=batch_size, capacity=num_slots)
         parts = parts_of(draft, rule=rule, num_draft_tokens=num_drafted, vocab_size=vocab_size)
         drafter = ModelDrafter(parts)

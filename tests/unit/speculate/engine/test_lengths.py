@@ -47,9 +47,7 @@ SCRIPTS = {
 }
 
 
-def texts(
-    script: Sequence[DraftChoice], *, draft_seed: int = 0, reads_late: bool = False, **options: Any
-) -> list[Any]:  # fmt: skip
+def texts(script: Sequence[DraftChoice], *, draft_seed: int = 0, reads_late: bool = False, **options: Any) -> list[Any]:
     options = {"temperature": 0.9, "batch_size": 2, "num_draft_tokens": 4, "ngram": True} | options
     decoder = make_decoder(PrefixRunner(), PrefixRunner(seed=draft_seed), **options)
     decoder.length = ScriptedLength(script, reads_late=reads_late)
@@ -80,7 +78,7 @@ def test_a_draft_that_is_the_target_is_always_accepted_whatever_was_skipped(name
 @pytest.mark.seconds
 @pytest.mark.parametrize("replay", [True, heavy(False), FakeRecorder()], ids=["traced", "eager", "recorded"])
 @pytest.mark.parametrize("name", first(SCRIPTS, num=2))
-def test_greedy_text_and_coupled_text_do_not_depend_on_the_choices(name: str, replay: Any) -> None:  # noqa: ANN401
+def test_greedy_text_and_coupled_text_do_not_depend_on_the_choices(name: str, replay: Any) -> None:
     for options in ({"temperature": 0.0}, {"rule_name": "coupled"}):
         alone = make_decoder(PrefixRunner(), None, batch_size=2, **({"temperature": 0.9} | options))
         expected = ids_of(complete(alone, REQUESTS))

@@ -16,9 +16,15 @@ from tests.unit.speculate.engine.test_some_rows import in_turn
 
 BY_ROW = SamplingConfig(temperature=1.0, by_row=True)
 SETTINGS: list[dict[str, Any]] = [
-    {"top_p": 0.6}, {"top_k": 2}, {"min_p": 0.3}, {"repetition_penalty": 1.5}, {"presence_penalty": 0.8},
-    {"frequency_penalty": 0.5}, {"logit_bias": {3: 2.0}}, {"bad_words": ((2,),)},
-]  # fmt: skip
+    {"top_p": 0.6},
+    {"top_k": 2},
+    {"min_p": 0.3},
+    {"repetition_penalty": 1.5},
+    {"presence_penalty": 0.8},
+    {"frequency_penalty": 0.5},
+    {"logit_bias": {3: 2.0}},
+    {"bad_words": ((2,),)},
+]
 NUM_IDS, NUM_MIXES = 11, 12
 
 
@@ -42,9 +48,12 @@ def mixes(seed: int) -> Iterator[tuple[str, dict[str, Any], int, float, list[Req
             for index in range(chance.randint(batch_size, 9))
         ]
         how = {
-            "sampling": BY_ROW, "batch_size": batch_size, "rule_name": rule, "eos_ids": chance.choice([[], [4]]),
+            "sampling": BY_ROW,
+            "batch_size": batch_size,
+            "rule_name": rule,
+            "eos_ids": chance.choice([[], [4]]),
             "replay": chance.choice([False, False, False, True]),
-        }  # fmt: skip
+        }
         kind = chance.choice([kind for kind in KINDS if kind != "none"])
         yield (
             kind,

@@ -29,9 +29,12 @@ def test_greedy_text_is_the_targets_own(
 ) -> None:
     target, draft = PrefixRunner(), PrefixRunner(seed=draft_seed)
     made = overlapped_decoder(
-        target, draft, num_draft_tokens=num_draft_tokens, batch_size=batch_size,
+        target,
+        draft,
+        num_draft_tokens=num_draft_tokens,
+        batch_size=batch_size,
         replay=FakeRecorder() if replay is None else replay,
-    )  # fmt: skip
+    )
     assert ids_of(complete(made, requests())) == target.texts(requests())
 
 
@@ -155,7 +158,7 @@ class _Stages(FakeRecorder):
     def seen(self, executor: GraphExecutor) -> None:
         run = executor.run
 
-        def seen(stage: Stage, *values: Any) -> Any:  # noqa: ANN401 - see `Stage`
+        def seen(stage: Stage, *values: Any) -> Any:
             before = self.num_replayed
             result = run(stage, *values)
             if stage.comm:

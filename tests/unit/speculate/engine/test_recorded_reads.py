@@ -64,9 +64,12 @@ MODES: dict[str, SamplingConfig] = {
 def wanted(num_more: int) -> list[Request]:
     """Texts whose settings by row make the steps of rounds come and go."""
     rows: Sequence[tuple[tuple[int, ...], SamplingConfig, int]] = (
-        ((5, 9, 1, 4, 2) + (3, 1) * (num_more // 2), A, 20), ((3,), A, 4), ((7, 8, 7, 8, 7), B, 8), ((1, 2, 3), A, 5),
+        ((5, 9, 1, 4, 2) + (3, 1) * (num_more // 2), A, 20),
+        ((3,), A, 4),
+        ((7, 8, 7, 8, 7), B, 8),
+        ((1, 2, 3), A, 5),
         ((4, 4), C, 6),
-    )  # fmt: skip
+    )
     return [
         Request(
             index=place, prompt_ids=ids, max_new_tokens=num_new, sampling=sampling, seed=place, num_draft_tokens=most
@@ -144,12 +147,15 @@ def of_texts(folder: Path) -> Make:
     config = copies(longest=3, history=4, corpus=str(folder / "corpus"))
     how: dict[str, Any] = {"num_draft_tokens": 4, "vocab_size": 11, "config": config, "prepared": corpus_C}
     return partial(
-        make_decoder, near_pair(1.0)[0], None, num_draft_tokens=4,
+        make_decoder,
+        near_pair(1.0)[0],
+        None,
+        num_draft_tokens=4,
         make_drafter=lambda rule: copying(parts_of(rule=rule, **how)),
-    )  # fmt: skip
+    )
 
 
-def loaded(origin: Any, target: Runner | None = None) -> Any:  # noqa: ANN401 - a model or a head
+def loaded(origin: Any, target: Runner | None = None) -> Any:
     return load_model(Loading(origin, dtype=torch.float32, target=target))
 
 
@@ -179,11 +185,18 @@ def with_head(folder: Path, kind: str, shape: str | None = None) -> Make:
         taps = Taps(origin.layers, width=width, dtype=torch.float32, device=CPU)
         number = tree.num_drafted if tree else 3
         return make_decoder(
-            target, None, taps=taps, tree=tree, num_draft_tokens=number, **options,
-            make_drafter=lambda rule: drafter(parts_of(
-                runner=head, taps=taps, rule=rule, tree=tree, num_draft_tokens=number, vocab_size=target.vocab_size
-            )),
-        )  # fmt: skip
+            target,
+            None,
+            taps=taps,
+            tree=tree,
+            num_draft_tokens=number,
+            **options,
+            make_drafter=lambda rule: drafter(
+                parts_of(
+                    runner=head, taps=taps, rule=rule, tree=tree, num_draft_tokens=number, vocab_size=target.vocab_size
+                )
+            ),
+        )
 
     return make
 
@@ -200,13 +213,15 @@ MAKERS: dict[str, Callable[[Path], Make]] = {
     "experts": partial(pair_of, target="mixtral", draft="llama"),
 }
 TREES: dict[str, Callable[[Path], Make]] = {
-    **{f"{shape} of a model": lambda _, shape=shape: partial(make_decoder, *near_pair(1.0), tree=shape)  # type: ignore[misc]
-       for shape in ("2x2x1", "dynamic-7x3x3")},
+    **{
+        f"{shape} of a model": lambda _, shape=shape: partial(make_decoder, *near_pair(1.0), tree=shape)  # type: ignore[misc]
+        for shape in ("2x2x1", "dynamic-7x3x3")
+    },
     "look-up": lambda _: partial(make_decoder, near_pair(1.0)[0], None, ngram=True, tree="3x2x1"),
     "eagle": partial(with_head, kind="eagle", shape="2x2x1"),
     "dynamic eagle": partial(with_head, kind="eagle", shape="dynamic-7x3x3"),
     "dspark": partial(with_head, kind="dspark", shape="2x2x1"),
-}  # fmt: skip
+}
 OF_TREES = ("sampled", "greedy")
 """Penalties need the text before each token, which a tree does not have."""
 LIGHT = ("none", "model", "overlapped", "a choice for each round", "greedy drafts", "a corpus", "a hybrid", "experts")
@@ -259,14 +274,20 @@ def test_rounds_that_overlap_on_ranks(num_ranks: int, num_targets: int, mode: st
 @pytest.mark.seconds
 @pytest.mark.parametrize("ngram", [False, heavy(True)])
 def test_draws_over_shards(ngram: bool) -> None:
-    def made(comm: ThreadComm | None, replay: Any) -> Decoder:  # noqa: ANN401
+    def made(comm: ThreadComm | None, replay: Any) -> Decoder:
         models = near_pair(1.0)
         for model in models if comm else ():
             model.comm = comm  # type: ignore[assignment]
         return make_decoder(
-            models[0], None if ngram else models[1], ngram=ngram, comm=comm, batch_size=2, temperature=0.9,
-            replay=replay, shard=Shard(comm, models[0].vocab_size) if comm else Shard(),
-        )  # fmt: skip
+            models[0],
+            None if ngram else models[1],
+            ngram=ngram,
+            comm=comm,
+            batch_size=2,
+            temperature=0.9,
+            replay=replay,
+            shard=Shard(comm, models[0].vocab_size) if comm else Shard(),
+        )
 
     expected = outcomes(made(None, replay=False))
     assert on_ranks(thread_comms(2), lambda comm: outcomes(made(comm, WatchedGraphs))) == [expected] * 2
@@ -281,7 +302,7 @@ def test_a_head_on_a_rank_of_its_own(tmp_path: Path) -> None:
     def one_rank(comm: ThreadComm) -> list[list[object]]:
         taps = Taps(origin.layers, width=SMALL_WIDTH, dtype=torch.float32, device=CPU)
 
-        def make(rule: Any) -> Any:  # noqa: ANN401
+        def make(rule: Any) -> Any:
             parts = parts_of(
                 runner=loaded(origin) if comm.rank else None, taps=taps, rule=rule, vocab_size=target.vocab_size
             )
@@ -290,9 +311,11 @@ def test_a_head_on_a_rank_of_its_own(tmp_path: Path) -> None:
             return BroadcastDrafter(inner, parts, comm=comm, src=1, receiver=receiver, taps=sender)
 
         own = NullRunner(device=CPU, vocab_size=target.vocab_size, max_position_embeddings=512) if comm.rank else target
-        return outcomes(make_decoder(
-            own, None, batch_size=2, temperature=0.9, make_drafter=make, comm=comm, taps=taps, replay=WatchedGraphs
-        ))  # fmt: skip
+        return outcomes(
+            make_decoder(
+                own, None, batch_size=2, temperature=0.9, make_drafter=make, comm=comm, taps=taps, replay=WatchedGraphs
+            )
+        )
 
     assert on_ranks(thread_comms(2), one_rank) == [expected] * 2
 
@@ -308,9 +331,13 @@ def test_taps_that_other_rounds_have_moved_are_an_allocation() -> None:
 @pytest.mark.seconds
 @pytest.mark.parametrize(
     ("kind", "stage"),
-    [("model", "draft"), ("overlapped", "exchange"), heavy("model", "verify"),
-     *(heavy("overlapped", stage) for stage in ("draft", "score", "decide"))],
-)  # fmt: skip
+    [
+        ("model", "draft"),
+        ("overlapped", "exchange"),
+        heavy("model", "verify"),
+        *(heavy("overlapped", stage) for stage in ("draft", "score", "decide")),
+    ],
+)
 def test_a_stage_that_cannot_be_captured_costs_its_own_graph_alone(
     kind: str, stage: str, caplog: pytest.LogCaptureFixture
 ) -> None:

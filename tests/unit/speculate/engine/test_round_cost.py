@@ -126,7 +126,7 @@ def test_the_loop_reads_values_only_out_of_the_results_copy(
     def counted(name: str) -> Callable[..., Any]:
         original = getattr(torch.Tensor, name)
 
-        def read(*arguments: Any, **named: Any) -> Any:  # noqa: ANN401 - whatever the original takes
+        def read(*arguments: Any, **named: Any) -> Any:
             reads[name] += 1
             return original(*arguments, **named)
 

@@ -31,15 +31,27 @@ class Short(PrefixRunner):
 
 
 def decoded(
-    shape: str | None = None, *, temperature: float = 0.9, batch_size: int = 1, replay: Any = False,  # noqa: ANN401
-    sharpness: float = 1.0, drafts: bool = True, num_new: int = 20, lengths: Sequence[int] = LENGTHS,
-) -> list[RowCompletion]:  # fmt: skip
+    shape: str | None = None,
+    *,
+    temperature: float = 0.9,
+    batch_size: int = 1,
+    replay: Any = False,
+    sharpness: float = 1.0,
+    drafts: bool = True,
+    num_new: int = 20,
+    lengths: Sequence[int] = LENGTHS,
+) -> list[RowCompletion]:
     target, draft = short_pair(sharpness)
     tree = tree_of(shape)
     decoder = make_decoder(
-        target, draft if drafts else None, temperature=temperature, batch_size=batch_size, tree=tree, replay=replay,
+        target,
+        draft if drafts else None,
+        temperature=temperature,
+        batch_size=batch_size,
+        tree=tree,
+        replay=replay,
         limit=DraftLimit(CONTEXT, tree.depth if tree else None) if drafts else None,
-    )  # fmt: skip
+    )
     return complete(decoder, requests(lengths, num_new))
 
 
@@ -57,9 +69,11 @@ def requests(lengths: Sequence[int], num_new: int) -> list[Request]:
 
 def overlapped(num_ranks: int = 1, lengths: Sequence[int] = LENGTHS, **options: Any) -> list[RowCompletion]:
     found = complete_on_ranks(
-        num_ranks, short_pair, requests(lengths, 20),
+        num_ranks,
+        short_pair,
+        requests(lengths, 20),
         **{"temperature": 0.9, "replay": False, "limit": DraftLimit(CONTEXT)} | options,
-    )  # fmt: skip
+    )
     assert all(outcome(of_rank) == outcome(found[0]) for of_rank in found)
     return found[0]
 

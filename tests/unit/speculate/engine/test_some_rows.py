@@ -27,7 +27,7 @@ def sizes_of(decoder: Decoder) -> list[int]:
     """The number of rows of each round of later runs."""
     found, step = list[int](), decoder.round.step
 
-    def watched(executor: Any, state: Any, *given: Any, **how: Any) -> Any:  # noqa: ANN401
+    def watched(executor: Any, state: Any, *given: Any, **how: Any) -> Any:
         found.append(len(state.lengths_B))
         return step(executor, state, *given, **how)
 
@@ -128,10 +128,16 @@ def mixed(mosts: Sequence[int | None] = MOSTS, temperature: float = 0.8) -> list
     """Requests that take so many drafted tokens of a round."""
     sampling = SamplingConfig(temperature=temperature)
     return [
-        Request(index=place, prompt_ids=(place % 5, 4, 2), max_new_tokens=40 - 3 * place, sampling=sampling, seed=3,
-                num_draft_tokens=most)
+        Request(
+            index=place,
+            prompt_ids=(place % 5, 4, 2),
+            max_new_tokens=40 - 3 * place,
+            sampling=sampling,
+            seed=3,
+            num_draft_tokens=most,
+        )
         for place, most in enumerate(mosts)
-    ]  # fmt: skip
+    ]
 
 
 @pytest.mark.seconds
@@ -176,7 +182,7 @@ def test_a_round_that_drafts_is_followed_by_plain_ones_as_far_as_its_time_allows
     decoder, rounds = mixed_decoder(reading_rows=reading_rows), list[tuple[int, int]]()
     step = decoder.round.step
 
-    def watched(executor: Any, state: Any, *given: Any, choice: DraftChoice, **how: Any) -> Any:  # noqa: ANN401
+    def watched(executor: Any, state: Any, *given: Any, choice: DraftChoice, **how: Any) -> Any:
         rounds.append((len(state.lengths_B), choice.num_tokens))
         return step(executor, state, *given, choice=choice, **how)
 
@@ -193,7 +199,7 @@ def test_rows_with_drafts_wait_for_one_chunk_of_prompts_between_two_rounds(monke
     step, target = decoder.round.step, decoder.round.target
     forward = target.forward
 
-    def stepped(*given: Any, choice: DraftChoice, **how: Any) -> Any:  # noqa: ANN401
+    def stepped(*given: Any, choice: DraftChoice, **how: Any) -> Any:
         seen.append("drafts" if choice.num_tokens else "plain")
         return step(*given, choice=choice, **how)
 
@@ -238,7 +244,7 @@ def test_a_round_drafts_no_more_than_a_row_takes_unless_its_rule_judges_whole_dr
             decoder.round.verifier.rule.goes_by_token &= shortens
             drafted, draft = set[int](), decoder.round._draft
 
-            def watched(choice: DraftChoice, *given: Any, drafted: Any = drafted, draft: Any = draft) -> Any:  # noqa: ANN401
+            def watched(choice: DraftChoice, *given: Any, drafted: Any = drafted, draft: Any = draft) -> Any:
                 drafted.add(choice.num_tokens)
                 return draft(choice, *given)
 

@@ -34,9 +34,8 @@ def made(models: list[LeanRunner], num_spare: int, *, batch_size: int = 4) -> De
     target, draft = models
     decoder = make_decoder(target, draft, batch_size=batch_size, temperature=0.9, replay=False)
     decoder.space = type(decoder.space)(
-        decoder.round, decoder.executor, batch_size=batch_size,
-        reuse=replace(decoder.space._reuse, num_spare=num_spare),
-    )  # fmt: skip
+        decoder.round, decoder.executor, batch_size=batch_size, reuse=replace(decoder.space._reuse, num_spare=num_spare)
+    )
     return decoder
 
 
@@ -104,7 +103,7 @@ def kept_after(texts: list[str], *, num_spare: int) -> list[Ids]:
         (["ab", "c", "ad", "e"], ["ad", "e"]),  # "c" is the oldest, then "ab", whose half is shared
         (["ab", "c", "a", "d"], ["ab", "d"]),  # all of "a" is held: "ab" was used
     ],
-)  # fmt: skip
+)
 def test_a_text_takes_the_place_of_one_like_it_or_of_the_one_used_least_recently(
     texts: list[str], kept: list[str]
 ) -> None:

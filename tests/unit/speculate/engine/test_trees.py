@@ -26,10 +26,17 @@ NUM_NEW = 17
 
 
 def decoded(
-    target: Runner, draft: Runner | None, shape: str | None, *, temperature: float, batch_size: int = 1,
-    replay: Recorder | bool = True, prompts: Sequence[tuple[int, ...]] = PROMPTS, num_new: int = NUM_NEW,
+    target: Runner,
+    draft: Runner | None,
+    shape: str | None,
+    *,
+    temperature: float,
+    batch_size: int = 1,
+    replay: Recorder | bool = True,
+    prompts: Sequence[tuple[int, ...]] = PROMPTS,
+    num_new: int = NUM_NEW,
     ngram: bool = False,
-) -> list[RowCompletion]:  # fmt: skip
+) -> list[RowCompletion]:
     """Completions of prompts, in their order; without a shape of chains of three tokens."""
     decoder = make_decoder(
         target, draft, temperature=temperature, batch_size=batch_size, replay=replay, tree=shape, ngram=ngram
@@ -80,11 +87,16 @@ def test_sampled_text_by_look_up_depends_neither_on_the_batch_nor_on_the_executo
     texts = []
     for batch_size, replay in ((1, False), (1, True), (5, True)):
         decoder = make_decoder(
-            PrefixRunner(sharpness=1.0), None, temperature=0.9, batch_size=batch_size, replay=replay, ngram=True,
+            PrefixRunner(sharpness=1.0),
+            None,
+            temperature=0.9,
+            batch_size=batch_size,
+            replay=replay,
+            ngram=True,
             tree="3x2x1",
-        )  # fmt: skip
+        )
         for num_new in (30, 90):
-            done = complete(decoder, requests_of(PROMPTS, num_new))  # fmt: skip
+            done = complete(decoder, requests_of(PROMPTS, num_new))
             texts.append([(each.token_ids, each.accepted_lengths) for each in done])
     assert texts[:2] == texts[2:4] == texts[4:]
     assert any(sum(accepted) for _, accepted in texts[1])
@@ -98,9 +110,8 @@ def test_rounds_of_trees_are_traced_on_several_ranks(temperature: float, caplog:
 
     def one_rank(comm: ThreadComm) -> list[list[int]]:
         decoder = make_decoder(
-            PrefixRunner(), PrefixRunner(seed=1), comm=comm, temperature=temperature, batch_size=2,
-            tree="2x2x1",
-        )  # fmt: skip
+            PrefixRunner(), PrefixRunner(seed=1), comm=comm, temperature=temperature, batch_size=2, tree="2x2x1"
+        )
         return ids_of(complete(decoder, requests))
 
     wanted = one_rank(thread_comms(1)[0])

@@ -63,9 +63,13 @@ def test_greedy_text_with_a_heads_trees_is_plain_text(tmp_path: Path) -> None:
     for shape in ("2x2x1", "dynamic-9x4x3"):
         taps = Taps(origins[1].layers, width=SMALL_WIDTH, dtype=torch.float32, device=CPU)
         made = make_decoder(
-            target, None, batch_size=2, taps=taps, tree=shape,
+            target,
+            None,
+            batch_size=2,
+            taps=taps,
+            tree=shape,
             make_drafter=lambda rule, shape=shape, taps=taps: of_heads("drafter").HeadDrafter(  # type: ignore[misc]
                 parts_of(head, taps=taps, rule=rule, tree=shape, vocab_size=target.vocab_size)
             ),
-        )  # fmt: skip
+        )
         assert texts(made) == plain

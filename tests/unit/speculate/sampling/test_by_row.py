@@ -66,9 +66,14 @@ def law_error(rule_name: str, *, is_point_mass: bool = False) -> Tensor:
     sampling = SamplingConfig(temperature=1.0, by_row=True)
     rule = make_rule(sampling, VerificationConfig(rule=rule_name), steps=steps)
     measured = exact_law(
-        rule, target=target, draft=draft, num_draft_tokens=num_draft_tokens, is_point_mass=is_point_mass, prompt=PROMPT,
+        rule,
+        target=target,
+        draft=draft,
+        num_draft_tokens=num_draft_tokens,
+        is_point_mass=is_point_mass,
+        prompt=PROMPT,
         settings_GX=settings(MIXED),
-    )  # fmt: skip
+    )
     wanted = []
     for length, logits in enumerate(target.logits):
         prefixes = [(*PROMPT, *prefix, 0) for prefix in product(range(4), repeat=length)]  # none looks at the last
@@ -142,11 +147,14 @@ def test_a_row_costs_its_neighbours_no_sort_and_no_count_of_their_tokens() -> No
     """Of 16 rows, two truncate: two are sorted; rows without settings run what a softmax needs."""
     context_of: Any = {
         number: Context(
-            torch.zeros(number, 9, dtype=torch.long), torch.zeros(number, dtype=torch.long),
-            torch.full((number,), 4), torch.arange(4, 7).expand(number, -1), settings([MIXED[1]] * number),
+            torch.zeros(number, 9, dtype=torch.long),
+            torch.zeros(number, dtype=torch.long),
+            torch.full((number,), 4),
+            torch.arange(4, 7).expand(number, -1),
+            settings([MIXED[1]] * number),
         )
         for number in (2, 16)
-    }  # fmt: skip
+    }
     plain, mixed = [MIXED[1]] * 16, [*[MIXED[1]] * 14, MIXED[3], MIXED[4]]
     counted = {}
     for name, samplings in (("plain", plain), ("mixed", mixed), ("penalized", [*plain[1:], MIXED[6]])):
@@ -166,9 +174,13 @@ def test_a_row_costs_its_neighbours_no_sort_and_no_count_of_their_tokens() -> No
 
 def served(*, batch_size: int, lag: int = 0) -> Decoder:
     made = make_decoder(
-        PrefixRunner(), PrefixRunner(seed=1), batch_size=batch_size, eos_ids=[4], replay=False,
+        PrefixRunner(),
+        PrefixRunner(seed=1),
+        batch_size=batch_size,
+        eos_ids=[4],
+        replay=False,
         sampling=SamplingConfig(temperature=1.0, by_row=True),
-    )  # fmt: skip
+    )
     made.lag = lag
     return made
 
@@ -240,13 +252,14 @@ def test_extreme_settings_have_the_law_of_a_batch_of_their_own() -> None:
     """Every setting at its bounds and far beyond, alone and with each of some others, of logits with minus infinity."""
     temperatures = [0.0, 1e-6, 1.0, 1e38, 1e60, 1e300]
     fields: list[dict[str, Any]] = [
-        {}, *({"top_k": number} for number in (1, 2**31, 2**53 + 1, 2**63 - 1, 2**63, 2**70)),
+        {},
+        *({"top_k": number} for number in (1, 2**31, 2**53 + 1, 2**63 - 1, 2**63, 2**70)),
         *({"top_p": share} for share in (1e-300, 1e-12, 1 - 2**-53, 1.0)),
         *({"min_p": share} for share in (1e-300, 1e-30, 1.0)),
         *({"repetition_penalty": number} for number in (0.01, 100.0)),
         *({name: number} for name in ("frequency_penalty", "presence_penalty") for number in (-1e4, 1e4)),
         {"logit_bias": {0: 1e4, 1: -1e4}},
-    ]  # fmt: skip
+    ]
     samplings = [
         SamplingConfig(temperature=temperature, **{**one, **other})
         for temperature in temperatures

@@ -103,11 +103,13 @@ class WithoutDraftedTokens(Rule):
     ("name", "fault"),
     [
         *((name, None) for name in ("repetition", "words", "first tokens")),
-        ("biases", {"logit_bias": {0: 1.5}}), ("words", {"bad_ids": ((1, 2), (1, 1, 3), (2, 3, 1, 1, 1))}),
-        ("words", {"bad_ids": ((1, 2), (1, 3), (0, 0), (2, 3, 1, 1, 1))}), ("first tokens", {"min_new_tokens": 1}),
+        ("biases", {"logit_bias": {0: 1.5}}),
+        ("words", {"bad_ids": ((1, 2), (1, 1, 3), (2, 3, 1, 1, 1))}),
+        ("words", {"bad_ids": ((1, 2), (1, 3), (0, 0), (2, 3, 1, 1, 1))}),
+        ("first tokens", {"min_new_tokens": 1}),
         ("first tokens", {"eos_ids": (0,)}),
     ],
-)  # fmt: skip
+)
 def test_a_change_that_is_wrong_or_leaves_out_the_drafted_tokens_is_caught(
     name: str, fault: dict[str, Any] | None
 ) -> None:

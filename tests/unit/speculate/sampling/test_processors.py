@@ -37,9 +37,12 @@ def warped(logits: Tensor, sampling: SamplingConfig) -> Tensor:
 
 
 @grid(
-    dtype=[torch.float32, torch.float64], temperature=[0.5, 1.7], top_k=[None, 1, 7, 1000],
-    top_p=[None, 0.05, 0.6, 0.95, 1.0], min_p=[None, 0.02, 0.5, 1.0],
-)  # fmt: skip
+    dtype=[torch.float32, torch.float64],
+    temperature=[0.5, 1.7],
+    top_k=[None, 1, 7, 1000],
+    top_p=[None, 0.05, 0.6, 0.95, 1.0],
+    min_p=[None, 0.02, 0.5, 1.0],
+)
 def test_processors_agree_with_transformers(
     temperature: float, top_k: int | None, top_p: float | None, min_p: float | None, dtype: torch.dtype
 ) -> None:
@@ -73,10 +76,21 @@ def test_every_token_that_ties_with_the_last_kept_one_is_kept(
 
 
 CHANGED: dict[str, Any] = {
-    "temperature": 0.5, "top_k": 2, "top_p": 0.5, "min_p": 0.5, "repetition_penalty": 1.5, "frequency_penalty": 0.5,
-    "presence_penalty": 0.5, "logit_bias": {3: 1.0}, "bad_words": ["x"], "min_new_tokens": 3, "bad_ids": ((3,),),
-    "eos_ids": (3,), "by_row": True, "from_model": ["top_k"],
-}  # fmt: skip
+    "temperature": 0.5,
+    "top_k": 2,
+    "top_p": 0.5,
+    "min_p": 0.5,
+    "repetition_penalty": 1.5,
+    "frequency_penalty": 0.5,
+    "presence_penalty": 0.5,
+    "logit_bias": {3: 1.0},
+    "bad_words": ["x"],
+    "min_new_tokens": 3,
+    "bad_ids": ((3,),),
+    "eos_ids": (3,),
+    "by_row": True,
+    "from_model": ["top_k"],
+}
 """Every setting, changed."""
 
 

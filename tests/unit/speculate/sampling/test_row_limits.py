@@ -82,8 +82,10 @@ def limited(rule: str, sampling: SamplingConfig, most: int | Ends, limit: Limit 
 @pytest.mark.seconds
 @grid(
     where=lambda drafts, most, **_: drafts != "certain" or most < 2,
-    drafts=["speculative", "block", "certain"], name=[*SAMPLINGS], most=[0, 1, 2],
-)  # fmt: skip
+    drafts=["speculative", "block", "certain"],
+    name=[*SAMPLINGS],
+    most=[0, 1, 2],
+)
 def test_fewer_drafted_tokens_keep_the_targets_law(drafts: str, name: str, most: int) -> None:
     """A token that is certain has a draw at each position, and two tokens have as many as others do with three."""
     is_certain = drafts == "certain"

@@ -32,16 +32,15 @@ from tests.helpers.table_models import TableModel, random_table
 
 WARM = SamplingConfig(temperature=0.7)
 ELEMENTWISE = SamplingConfig(
-    temperature=0.9, logit_bias={3: 1.5, 17: -4.0}, bad_ids=((5,), (2, 9)), repetition_penalty=1.2,
-    presence_penalty=0.3,
-)  # fmt: skip
+    temperature=0.9, logit_bias={3: 1.5, 17: -4.0}, bad_ids=((5,), (2, 9)), repetition_penalty=1.2, presence_penalty=0.3
+)
 
 
 def over_shards(num_ranks: int, vocab_size: int, work: Callable[[Shard, slice], Any]) -> list[Any]:
     """What the ranks make of their parts of a vocabulary."""
     parts = vocabulary_parts(vocab_size, num_ranks)
 
-    def one_rank(comm: ThreadComm) -> Any:  # noqa: ANN401 - of `work`
+    def one_rank(comm: ThreadComm) -> Any:
         own = parts[comm.rank]
         return work(Shard(comm, vocab_size), slice(own.start, own.stop))
 
@@ -101,7 +100,7 @@ class Together(Rule):
         self._rules = [make(Shard(comm, vocab_size)) for comm in comms]
 
     def _each(self, work: Callable[..., Any], *wholes: Tensor) -> list[Any]:
-        def one_rank(comm: ThreadComm) -> Any:  # noqa: ANN401 - of `work`
+        def one_rank(comm: ThreadComm) -> Any:
             own = self._parts[comm.rank]
             return work(self._rules[comm.rank], *[whole[..., own.start : own.stop].clone() for whole in wholes])
 
@@ -150,19 +149,27 @@ def error_of(make: Callable[[Shard], Rule], *, num_ranks: int, vocab_size: int, 
 @pytest.mark.parametrize(
     ("rule", "ranks_of", "law"),
     [
-        ("speculative", (2, 3), "in parts"), heavy("block", (3, 5), "in parts"), heavy("block", (2, 3), "certain"),
-        heavy("speculative", (3, 5), "in parts"), heavy("speculative", (2, 4), "in parts"),
-        heavy("block", (2, 4), "in parts"), heavy("speculative", (3, 5), "certain"),
-        ("speculative", (2, 3), "whole"), ("block", (2, 3), "whole"), heavy("speculative", (2, 4), "whole"),
+        ("speculative", (2, 3), "in parts"),
+        heavy("block", (3, 5), "in parts"),
+        heavy("block", (2, 3), "certain"),
+        heavy("speculative", (3, 5), "in parts"),
+        heavy("speculative", (2, 4), "in parts"),
+        heavy("block", (2, 4), "in parts"),
+        heavy("speculative", (3, 5), "certain"),
+        ("speculative", (2, 3), "whole"),
+        ("block", (2, 3), "whole"),
+        heavy("speculative", (2, 4), "whole"),
         heavy("block", (3, 5), "whole"),
     ],
-)  # fmt: skip
+)
 def test_the_text_has_exactly_the_targets_law_over_shards(rule: str, ranks_of: tuple[int, int], law: str) -> None:
     num_ranks, vocab_size = ranks_of
     error = error_of(
         lambda shard: make_rule(WARM, VerificationConfig(rule=rule), shard=shard),
-        num_ranks=num_ranks, vocab_size=vocab_size, law=law,
-    )  # fmt: skip
+        num_ranks=num_ranks,
+        vocab_size=vocab_size,
+        law=law,
+    )
     assert error < 1e-12
 
 
@@ -211,11 +218,17 @@ def texts(
         for model in models:
             model.comm = comm
     decoder = make_decoder(
-        models[0], models[1] if drafts == "model" else None, sampling=sampling, rule_name=rule,
-        ngram=drafts == "ngram", comm=comm, batch_size=3, replay=replay,
+        models[0],
+        models[1] if drafts == "model" else None,
+        sampling=sampling,
+        rule_name=rule,
+        ngram=drafts == "ngram",
+        comm=comm,
+        batch_size=3,
+        replay=replay,
         shard=Shard(comm, VOCAB_SIZE) if comm else Shard(),
         make_drafter=partial(near, sampling=sampling, rule_name=rule) if drafts == "law" else None,
-    )  # fmt: skip
+    )
     return ids_of(complete(decoder, requests(24)))
 
 
@@ -228,9 +241,12 @@ def near(_rule: Rule, *, sampling: SamplingConfig, rule_name: str) -> Drafter:
 
 @pytest.mark.seconds
 @pairs(
-    rule=["speculative", "block", "coupled", "greedy"], drafts=["model", "ngram", "law"],
-    sampling=[WARM, ELEMENTWISE], num_ranks=[2, 3], replay=[True, False],
-)  # fmt: skip
+    rule=["speculative", "block", "coupled", "greedy"],
+    drafts=["model", "ngram", "law"],
+    sampling=[WARM, ELEMENTWISE],
+    num_ranks=[2, 3],
+    replay=[True, False],
+)
 def test_texts_are_those_of_one_rank(
     rule: str, drafts: str, sampling: SamplingConfig, num_ranks: int, replay: bool
 ) -> None:

@@ -84,9 +84,12 @@ CERTAIN = ("1", "2", "3", "2x1", "1x2", "2x2", "1x1x1", "2x1x1", "dynamic-3x2x2"
 
 
 def certain_law_error(
-    text: str, *, vocab_size: int = 3, ids: Callable[[Tensor], Tensor] = lambda ids_BN: ids_BN,
+    text: str,
+    *,
+    vocab_size: int = 3,
+    ids: Callable[[Tensor], Tensor] = lambda ids_BN: ids_BN,
     verify: Callable[..., Verdict] = Topology.accept,
-) -> float:  # fmt: skip
+) -> float:
     """The largest difference between the law of D + 1 tokens and the target's, over all choices at all nodes.
 
     What the target chooses after a node is drawn from its row there, independently of all else.
@@ -458,15 +461,19 @@ NO_STATIC = r"not the shape of a tree.*at least 1.*such as 2x2x1x1"
     ("text", "message"),
     [
         *((f"dynamic-{text}", NO_DYNAMIC) for text in ("", "60", "60x6", "60x6x10x1", "0x1x1")),
-        ("Dynamic", NO_DYNAMIC), ("static-60x6x10", NO_DYNAMIC),
+        ("Dynamic", NO_DYNAMIC),
+        ("static-60x6x10", NO_DYNAMIC),
         # The nodes that its draft reads at least, and at most those that there are.
-        ("dynamic-11x4x4", "need 12 to 52$"), ("dynamic-9x2x2", "need 2 to 6$"),
+        ("dynamic-11x4x4", "need 12 to 52$"),
+        ("dynamic-9x2x2", "need 2 to 6$"),
         ("dynamic-300x6x300", "need 1500 to 450300, and 256 is the most$"),
         *((text, NO_STATIC) for text in ("", "0", "2x0", "-1", "2x", "x2", "2 x 2", "2X2", "1.5", "٢", "2x2\n")),
-        *((text, f"{given}.*drafted tokens; 256 is the most")
-          for text, given in (("257", "257"), ("16x16", "272"), ("9999x9999x9999", "more than"))),
+        *(
+            (text, f"{given}.*drafted tokens; 256 is the most")
+            for text, given in (("257", "257"), ("16x16", "272"), ("9999x9999x9999", "more than"))
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_text_that_is_no_shape_is_refused(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         tree_shape(text)
