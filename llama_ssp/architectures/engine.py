@@ -142,7 +142,7 @@ class Kernels:
 ENGINE_KERNELS = Kernels(layer=10, library_layer=50, frame=8, draw=8, verify=38)
 """Launches of this engine: a stub device counted layers' and draws', torch's dispatcher the rest."""
 CPU_KERNELS = Kernels(layer=10, library_layer=50, frame=8, draw=11, verify=65, plain=35, head=15)
-"""Operators of this engine on a CPU, which torch's profiler counted; 20 of a round are as long as the host's work."""
+"""Operators of this engine on a CPU, which torch's profiler counted; some 20 take as long as a round of the host."""
 
 
 def reads_by_length(*, capability: float, value_bytes: int, head_dim: int, rounds_inputs: bool) -> bool:

@@ -215,7 +215,7 @@ class Comm:
         return values
 
     def deliver(self, values: Tensor | None, *, shape: tuple[int, ...], src: int, dst: int) -> None:
-        """Copy contiguous fp32 values of a shape from rank `src` to rank `dst`; all ranks call it, others with None."""
+        """Copy contiguous fp32 values of a shape from rank `src` to rank `dst`. Collective: other ranks pass None."""
         if self.board and math.prod(shape) * torch.float32.itemsize <= self.board.most_bytes:
             self.board.deliver(values, src=src)
         elif values is not None and self.rank == src:

@@ -397,7 +397,7 @@ class Phase:
     remedy: str = LostRankError.remedy
 
     def go_on(self, doing: str, *, limit: str) -> None:
-        """Enter that the run does something else now."""
+        """Record that the run does something else now."""
         self.doing, self.limit = doing, limit
 
 

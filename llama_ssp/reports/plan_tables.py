@@ -215,7 +215,7 @@ def _rows(ranks: Sequence[RankMemoryPlan], unit: int, *, is_full: bool) -> list[
 
 
 def _named_ranks(ranks: Sequence[int]) -> str:
-    """A name such as "rank 0", "ranks 1-7", or, of ranks that are no neighbours, "8 like rank 1"."""
+    """A name such as "rank 0", "ranks 1-7", or for non-adjacent ranks "8 like rank 1"."""
     first, last = ranks[0], ranks[-1]
     if first == last:
         return f"rank {first}"

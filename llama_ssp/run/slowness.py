@@ -124,7 +124,7 @@ def _reason(around: Surroundings) -> str:
         remedy = "start fewer ranks" if around.num_ranks > 1 else f"set OMP_NUM_THREADS to {cores}"
         reasons.append(f"{around.num_threads} threads share {cores} cores ({remedy})")
     if around.is_disturbed:
-        reasons.append(f"other programs used {around.others:.1f} of these {cores} cores (end them)")
+        reasons.append(f"other programs used {around.others:.1f} of these {cores} cores (stop them or use fewer cores)")
     if not reasons:
         gpu = "" if is_on_cpu else "nvidia-smi shows whether the GPU is shared or throttled; "
         measure = "task=calibrate measures this one, hardware=NAME names one"

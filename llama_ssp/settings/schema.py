@@ -293,7 +293,7 @@ class RunConfig:
     batch_size: int = setting(1, "sequences decoded together; the draws do not depend on it.")
     spare_rows: int = setting(
         0,
-        "rows that keep texts which have ended: prompts that begin alike are read once.",
+        "extra cache rows that keep finished sequences, so that prompts with the same beginning read it once.",
     )
     reproducible: bool = setting(
         False,

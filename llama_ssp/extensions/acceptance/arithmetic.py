@@ -91,7 +91,7 @@ def rounds_of(
     num_draft_tokens: int | NDArray[np.int64],
     costs_BT: Array | float = 1.0,
 ) -> ExpectedRounds:
-    """The rounds of texts of n new tokens, `lengths_B`, with K tokens in each, or at each place its own number.
+    """Expected rounds to produce `lengths_B` new tokens with K drafted tokens per round; K may vary by position.
 
     `costs_BT` are of rounds that begin at each place.
     """

@@ -307,7 +307,7 @@ class _Windows:
         self._kept = [values[:, max(num_ready, 0) :] for values in kept]
 
     def note(self, *places: Tensor, num_beginnings: int) -> None:
-        """Keep numbers of the first beginnings, which have the places from theirs on; missing ones never count."""
+        """Note the trees that begin at the first `num_beginnings` positions; missing later positions never count."""
         ahead = num_beginnings + self._ahead - places[0].shape[1]
         laws_BSV, draft_BSV, ids_BS = (_longer(values, ahead) for values in places)
         for shape in self.shapes:

@@ -130,7 +130,7 @@ def better_draft(spec: PlanSpec, hardware: HardwareConfig, timed: Timing) -> Ite
 
 
 def same_kind(spec: PlanSpec, size: int) -> PlanSpec | None:
-    """The spec on a block of another size, its stages and draft as before; None if such a block has no such place."""
+    """Lay the spec out on `size` GPUs, its stages and draft as before; None if it does not fit there."""
     if size % spec.num_stages:
         return None
     kinds = {DraftLayout.one_rank} if size == spec.num_stages else {spec.draft_kind}

@@ -319,7 +319,7 @@ class MtpSource:
         """See `WeightSource.read`."""
         stored = self._stored[name]
         found = (self.tables if self.tables and stored in self._shared else self.target).read(stored, **wanted)
-        swaps = name == _JOIN and HIDDEN_FIRST in stored  # of which there is one
+        swaps = name == _JOIN and HIDDEN_FIRST in stored  # the head has a single layer
         return found.roll(found.shape[1] // 2, 1) if swaps else found
 
     @property

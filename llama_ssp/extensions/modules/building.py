@@ -263,7 +263,7 @@ def layers_of(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
 
 
 class SharedOutput(nn.Module):
-    """The output of another model, without what that model's forwards hook to it."""
+    """The output of another model, without the forward hooks of that model."""
 
     def __init__(self, module: LibraryPart) -> None:
         super().__init__()

@@ -38,7 +38,7 @@ class SelfConfig(DrafterConfig):
         "storage format of a second copy of the layers, which drafts over the target's cache; null for no copy.",
     )
     restores: bool = setting(
-        False, "true leaves the target's cache as it was, for who drafts along finished texts and verifies nothing."
+        False, "true leaves the target's cache as it was, for tools that draft along finished texts without verifying."
     )
 
 

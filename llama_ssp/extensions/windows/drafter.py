@@ -42,7 +42,7 @@ class _Tables(Workspace):
 
 
 class Windowed(OwnBuckets):
-    """A draft model over a cache of its sinks and its window; see `models.runner.Runner`, which it is to a drafter."""
+    """A draft model over a cache of its sinks and its window: a `models.runner.Runner` for drafters."""
 
     is_recurrent = packs_prompts = False
     reads_by_length = True  # of no bucket

@@ -71,7 +71,7 @@ class WindowTaps(Taps):
         yield from positions_RT.clamp_min(0).minimum(last_R1).split(PREFILL_CHUNK, dim=1)
 
     def read_of_newest(self, positions_BT: Tensor) -> Tensor:
-        """See `Taps.read_of_newest`: no more than a head that begins anew reads, with the first ones of the text."""
+        """See `Taps.read_of_newest`: the sinks and the window that a restarted head reads."""
         most = self._window + self._num_drafted + 2
         if positions_BT.shape[1] <= most:
             return positions_BT

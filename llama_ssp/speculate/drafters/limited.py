@@ -35,7 +35,7 @@ class DraftLimit(NamedTuple):
             lengths_R=prompts.lengths_R.clamp_max(most),
             lengths=[min(length, most) for length in prompts.lengths],
             longest=min(prompts.longest, most),
-            # A prompt that is cut is no longer equal to another one, and no state was saved after what is left.
+            # Truncation breaks the equality of prompts, and voids saved states.
             held=[
                 held
                 if length <= most

@@ -63,7 +63,7 @@ class Reuse:
     """Reuse of texts that rows hold by the models of a round, the same on every rank.
 
     Attributes:
-        are_invariant: every part of every model is (`Runner.is_invariant`).
+        are_invariant: all models are batch-invariant (`Runner.is_invariant`).
         from_states: a layer of a model keeps states, so that beginnings are taken where a state was saved.
         num_spare: rows beside the batch's that keep texts which have ended.
         num_tapped: the first and the newest tokens whose taps a row keeps for a draft head; None for all.
@@ -116,21 +116,21 @@ class HeldTexts:
             self._texts[row] = _Text()
 
     def forget_drafts(self, rows: Iterable[int]) -> None:
-        """Enter that the draft's cache holds nothing of the prompts in these rows."""
+        """Record that the draft's cache holds nothing of the prompts in these rows."""
         for row in rows:
             self._texts[row] = self._texts[row]._replace(num_prompt=0)
 
     def extend(self, row: int, ids: Sequence[int]) -> None:
-        """Enter that a row holds new tokens after its prompt."""
+        """Record that a row holds new tokens after its prompt."""
         text = self._texts[row]
         self._texts[row] = text._replace(ids=(*text.ids, *ids))
 
     def end(self, row: int, num_read: int) -> None:
-        """Enter that a row has read `num_read` tokens, and reads no more."""
+        """Record that a row has read `num_read` tokens, and reads no more."""
         self._texts[row] = self._texts[row]._replace(num_read=num_read)
 
     def keep(self, row: int) -> tuple[int, int] | None:
-        """Enter that a spare row holds the text of a row too; returns its number, and the tokens to copy, if any.
+        """Record that a spare row holds the text of a row too; returns its number, and the tokens to copy, if any.
 
         It takes the place of a text that has most of its tokens in common with it, else of the one that was used least
         recently.
@@ -185,7 +185,7 @@ class HeldTexts:
         return places
 
     def enter(self, place: PromptRow, ids: tuple[int, ...]) -> None:
-        """Enter that a row holds a prompt."""
+        """Record that a row holds a prompt."""
         self._texts[place.row] = _Text(ids, len(ids), place.saved)
 
     def _to_save(self, ids: tuple[int, ...], others: Iterable[tuple[int, ...]]) -> int:

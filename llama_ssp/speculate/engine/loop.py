@@ -245,7 +245,7 @@ class Decoding:
         self._comm = self.round.verifier.comm
         self._state: BatchState | None = None
         self._flying_rows: Sequence[int] = ()
-        self._num_owed = 0  # rounds of the rows without drafts before the next one of the others
+        self._num_owed = 0  # plain-only rounds still due before the next speculative one
 
     def updates(self) -> Iterator[list[Update]]:
         """See `Decoder.run`."""
@@ -349,7 +349,7 @@ class Decoding:
         return (rows if self._num_owed or len(rows) < decoder.batch_size else None), choice
 
     def _flying(self, in_flight: Law, rows: Sequence[int] | None) -> Law:
-        """The law of tokens in flight by the rows of the next round; a row that the last one left out has none."""
+        """Reorder the in-flight probabilities to the next round's rows; rows that the last round left out have none."""
         rows = range(self.decoder.batch_size) if rows is None else rows
         before, self._flying_rows = self._flying_rows, rows
         if not isinstance(in_flight, Tensor) or [*before] == [*rows]:

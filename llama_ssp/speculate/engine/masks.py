@@ -100,7 +100,7 @@ Begin = Callable[[], Constraint]
 
 
 def prepare_constraint(sampling: SamplingConfig, vocabulary: Vocabulary) -> Begin | None:
-    """Prepare the constraint of a text, if sampling asks for one; raises ConfigError for one that cannot be."""
+    """Prepare the constraint of a text, if sampling asks for one; raises ConfigError if it is invalid."""
     if not (record := constraint_asked(sampling)):
         return None
     prepared: Begin = imported(record.prepare, setting=record.name)(sampling, vocabulary)

@@ -75,7 +75,7 @@ class Stage(NamedTuple):
         bucket: cache slots that it reads; 0 if it reads no cache.
         reads: objects whose tensors it reads in addition to its arguments.
         repeats: it calls the same operators every time, on tensors of its arguments and of `reads`, and can be traced.
-        behind: stages of this round whose results are among its values.
+        behind: earlier stages of this round whose results it takes.
         comm: the ranks that run it together, since they may send messages in it; None if each runs it for itself.
     """
 
@@ -110,7 +110,7 @@ class Executor:
         return stage.function(state, *values)
 
     def make_room(self) -> None:
-        """Take note that stages may read other tensors from now on; all ranks call it."""
+        """Drop graphs whose tensors were reallocated. Collective."""
 
 
 class Round:

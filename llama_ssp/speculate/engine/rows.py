@@ -41,7 +41,7 @@ class RowTable:
 
 
 def computed_rows(rows: Sequence[int], *, most: int) -> list[int]:
-    """The rows of a round for these: repeats the first one up to the next of few sizes, at most `most`.
+    """Pad the rows to the next batch size that has a trace, at most `most`, by repeating the first one.
 
     Sizes are powers of two, and half as many more, since each has its own traces.
     """
@@ -81,12 +81,12 @@ class Backlog:
         self._add_up()
 
     def begin(self) -> None:
-        """Enter that all rows are new, so that drafters read them whole."""
+        """Record that all rows are new, so that drafters read them whole."""
         self._num_skipped = [0] * len(self._num_skipped)
         self._add_up()
 
     def forget(self, row: int) -> None:
-        """Enter that a row has ended."""
+        """Record that a row has ended."""
         for lengths in self._prompts:
             lengths.pop(row, None)
         self._add_up()

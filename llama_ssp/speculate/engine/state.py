@@ -178,7 +178,7 @@ class BatchState(NamedTuple):
         )
 
     def put(self, rows_R: Tensor, other: "BatchState") -> None:
-        """Overwrite rows `rows_R` with all rows of `other`, which has as many slots and rounds, in order."""
+        """Scatter the rows of `other`, a batch of equal slots and rounds, into rows `rows_R`."""
         moved_R = rows_R - torch.arange(other.tokens_BS.shape[0], device=rows_R.device)
         moved = other._replace(first_round_B=other.first_round_B + moved_R * self.uniforms_BMN.shape[1])
         for own, new in zip(self[:-1], moved[:-1], strict=True):

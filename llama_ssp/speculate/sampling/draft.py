@@ -67,7 +67,7 @@ class Chain(NamedTuple):
         return Verdict(node_B1, chosen_BT.gather(-1, node_B1), weights_BT.gather(-1, node_B1))
 
     def at_nodes(self, places_BTP: Tensor) -> Tensor:
-        """Take numbers of T places after the text; returns for each node the number at its children's place."""
+        """Gather values (B, T), one for each depth after the text, to nodes: each gets that of its children's depth."""
         return places_BTP
 
     def until(self, nothing_BT: Tensor, node_B1: Tensor) -> Tensor:

@@ -161,7 +161,7 @@ class Rule:
         return Verdict(node_B1, ids_B1, self._weights(scores_B1V, ids_B1))
 
     def _weights(self, scores_BTV: Tensor, ids_BT: Tensor) -> Tensor:
-        """Numbers (B, T) of the output of `process`, from which `choose` has drawn: NaN if it cannot be drawn from."""
+        """Return a score (B, T) for each position of the output of `process`: NaN where `choose` cannot draw."""
         if self.takes_best and not self._has_best:
             return scores_BTV.gather(-1, ids_BT[..., None])[..., 0]
         return scores_BTV[..., 0]

@@ -46,11 +46,11 @@ LATE = {"plain_ms": 40.0}
         (LATE | {"around": {"num_ranks": 16, "num_threads": 16}}, "16 threads share 8 cores (start fewer ranks)"),
         (
             LATE | {"around": {"num_threads": 1, "others": 3.0}},
-            "keeps the fastest), and other programs used 3.0 of these 8 cores (end them)",
+            "keeps the fastest), and other programs used 3.0 of these 8 cores (stop them or use fewer cores)",
         ),
         (
             LATE | {"around": {"num_threads": 1, "num_cores": 2, "others": 1.1}},
-            "forecast 10.00): other programs used 1.1 of these 2 cores (end them)",
+            "forecast 10.00): other programs used 1.1 of these 2 cores (stop them or use fewer cores)",
         ),
         (
             LATE | {"around": {"others": 7.0, "slowness": {8: 6.0, 7: 2.0, 1: 4.0}}},

@@ -65,7 +65,7 @@ _VALUE_BITS = {FP32: 32, FP16: 16, BYTES: 8, DOTS: 8, E4M3: 8, NIBBLES: 4, E2M1:
 _DTYPES = {FP32: None, FP16: "float16", BYTES: "int8", E4M3: E4M3_DTYPE}
 _ONE_SCALE = {FP32, FP16, E4M3, NIBBLES}
 _BLOCKS = {1: 8, 2: 8, 3: 4, 4: 4, 5: 4, 6: 4}
-"""Blocks whose sums stay in registers, by number of rows, more of which are cut: 8 sums hide the latency of one."""
+"""Blocks whose sums stay in registers, by number of rows; more rows are cut. 8 accumulators hide the latency of one."""
 _FEW_BLOCKS = {1: 4, 2: 2, 3: 1, 4: 1, 5: 1, 6: 1}
 """The same where a block's sums take two registers of 16, or four of 32: AVX2, NEON."""
 _UNROLLED = 2

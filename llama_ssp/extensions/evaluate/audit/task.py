@@ -191,7 +191,7 @@ class _Judge:
         return sums_of([one.sums for one in self._scores[check] if one.sums])
 
     def _rounding(self, texts: Sequence[SampledText], scores: Sequence[TextScore]) -> dict[str, float] | None:
-        """The most by which rounding may have moved the sums of texts, as given or as shown; None if neither."""
+        """Rounding bound of the texts' log-probability sums: the user's, else the server's, else None."""
         found = [one.sums for one in scores if one.sums]
         both, most = zip(texts, scores, strict=True), self._variation
         stated = [one.sums for text, one in both if one.sums and len(text.stated) == len(text.token_ids)]
