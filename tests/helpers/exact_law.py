@@ -3,7 +3,8 @@
 What a rule answers is piecewise constant in each of its uniform numbers. The harness finds the borders by bisection of
 the answers (it has no formula of its own that could agree with a wrong rule), and adds up the volumes of the pieces.
 Every round starts from an empty prefix; the text after the round is drawn token by token by the rule's own `draw`.
-If that has the target's law for every table, then by induction so do all later rounds.
+If that has the target's law for every table, then by induction so do all later rounds. The draft is a table too, or a
+drafter, which is then driven in the same way.
 
 Shapes: G tables, V vocabulary, K drafted tokens, B rows that are driven together, C coordinates (uniform numbers),
 P = 2 numbers of a draw.
@@ -20,8 +21,9 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from llama_ssp.settings.schema import SamplingConfig
+from llama_ssp.speculate.drafters.drafter import Drafter
 from llama_ssp.speculate.sampling import rules
-from llama_ssp.speculate.sampling.context import Context
+from llama_ssp.speculate.sampling.context import Context, Rows
 from llama_ssp.speculate.sampling.draft import POINT_MASS, Draft
 from llama_ssp.speculate.sampling.processors import processor
 from llama_ssp.speculate.sampling.rules import Rule
@@ -39,7 +41,7 @@ def exact_law(
     rule: Rule,
     *,
     target: TableModel,
-    draft: TableModel,
+    draft: TableModel | Drafter,
     num_draft_tokens: int,
     is_point_mass: bool = False,
     prompt: tuple[int, ...] = (),
@@ -50,7 +52,8 @@ def exact_law(
     Args:
         rule: the rule under test.
         target: tables for prefixes of at least K tokens.
-        draft: tables for prefixes of at least K - 1 tokens.
+        draft: tables for prefixes of at least K - 1 tokens, or a drafter whose `propose` reads the rows alone and takes
+            `Rows.forced_BK`; the prompt then has at least two tokens.
         num_draft_tokens: K.
         is_point_mass: the draft takes its best token, and says no probabilities.
         prompt: tokens before the text, for rules that look at them.
@@ -155,7 +158,7 @@ def _borders_of_races(rule: Rule, target: TableModel, num_draft_tokens: int, pla
 def round_law(
     rule: Rule,
     target: TableModel,
-    draft: TableModel,
+    draft: TableModel | Drafter,
     num_draft_tokens: int,
     *,
     keeps_N: Tensor | None = None,
@@ -188,7 +191,7 @@ def mean_accepted(rule: Rule, *, target: TableModel, draft: TableModel, num_draf
 def round_verdicts(
     rule: Rule,
     target: TableModel,
-    draft: TableModel,
+    draft: TableModel | Drafter,
     num_draft_tokens: int,
     *,
     is_point_mass: bool = False,
@@ -198,9 +201,12 @@ def round_verdicts(
     """All drafts (N, K), the law (G, N) of each, and the law (G, N, K + 1, V) of the verdicts on it."""
     vocab_size = target.vocab_size
     paths_NK = torch.tensor(list(product(range(vocab_size), repeat=num_draft_tokens)))
-    path_law_GN, draft_probs_GNTV = (
-        _best_path(draft, paths_NK) if is_point_mass else _drafting(rule, draft, paths_NK, prompt, settings_GX)
-    )
+    if not isinstance(draft, TableModel):
+        path_law_GN, draft_probs_GNTV = _proposing(draft, paths_NK, prompt, target)
+    elif is_point_mass:
+        path_law_GN, draft_probs_GNTV = _best_path(draft, paths_NK)
+    else:
+        path_law_GN, draft_probs_GNTV = _drafting(rule, draft, paths_NK, prompt, settings_GX)
     lengths = range(num_draft_tokens + 1)
     scored = [target.logits[length][:, codes_of(paths_NK[:, :length], vocab_size)] for length in lengths]
     verdict_law_GNTV = _verifying(
@@ -276,6 +282,42 @@ def _drafting(
         kept_probs.append(None if probs is None else probs.view(logits.shape)[:, codes_N])
     probs_K = [probs for probs in kept_probs if probs is not None]
     return path_law_GN, torch.stack([*probs_K, torch.zeros_like(probs_K[0])], dim=2) if probs_K else None
+
+
+def _proposing(
+    drafter: Drafter, paths_NK: Tensor, prompt: tuple[int, ...], target: TableModel
+) -> tuple[Tensor, Tensor | None]:
+    """The law of the paths that a drafter draws, and the law that it states for each; see `_drafting`.
+
+    Each token is drawn after the tokens before it on the path, which the drafter is made to take.
+    """
+    num_paths, num_draft_tokens = paths_NK.shape
+    vocab_size, num_slots = target.vocab_size, len(prompt) + num_draft_tokens
+    drafter.allocate(batch_size=num_paths, num_slots=num_slots)
+    path_law_N, stated = torch.ones(num_paths, dtype=torch.float64), list[Tensor]()
+    for place in range(num_draft_tokens):
+        forced_NK = paths_NK.masked_fill(torch.arange(num_draft_tokens) >= place, -1)
+
+        def propose(rows_B: Tensor, uniforms_BP: Tensor, forced_NK: Tensor = forced_NK, place: int = place) -> Draft:
+            tokens_BS = torch.zeros(len(rows_B), num_slots + 1, dtype=torch.long)
+            tokens_BS[:, : len(prompt)] = torch.tensor(prompt)
+            lengths_B = torch.full_like(rows_B, len(prompt))
+            uniforms_BKP = uniforms_BP.new_full((len(rows_B), num_draft_tokens, PER_DRAW), 0.5)
+            uniforms_BKP[:, place] = uniforms_BP
+            rows = Rows(tokens_BS, lengths_B, torch.zeros_like(rows_B), lengths_B, forced_BK=forced_NK[rows_B])
+            return drafter.propose(rows, num_tokens=num_draft_tokens, uniforms_BKP=uniforms_BKP, bucket=num_slots)
+
+        def choose(rows_B: Tensor, uniforms_BP: Tensor, place: int = place, propose: Any = propose) -> Tensor:
+            ids_B: Tensor = propose(rows_B, uniforms_BP).ids_BK[:, place]
+            return ids_B
+
+        law_NV = choice_law(choose, num_rows=num_paths, num_coordinates=PER_DRAW, num_answers=vocab_size)
+        path_law_N *= law_NV.gather(1, paths_NK[:, place, None])[:, 0]
+        draft = propose(torch.arange(num_paths), torch.full((num_paths, PER_DRAW), 0.5, dtype=torch.float64))
+        stated += [] if draft.is_certain else [draft.drawn_law[:, place].double()]
+    law_NTV = torch.stack([*stated, torch.zeros_like(stated[0])], dim=1) if stated else None
+    path_law_GN = path_law_N.expand(target.num_tables, -1)
+    return path_law_GN, None if law_NTV is None else law_NTV.expand(target.num_tables, *law_NTV.shape)
 
 
 def _verifying(
