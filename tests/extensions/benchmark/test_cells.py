@@ -69,5 +69,5 @@ def test_cells_come_back_from_a_summary_and_count_among_its_prompts(monkeypatch:
         Summary.from_json(text.replace('"task": "benchmark"', '"task": "compare"'))
     monkeypatch.setattr(manifest, "present", lambda: ())
     monkeypatch.delitem(TASKS.records, "benchmark")
-    with pytest.raises(ValueError, match="task=benchmark needs llama_ssp/extensions/benchmark"):
+    with pytest.raises(ValueError, match="task=benchmark needs the benchmark extension"):
         Summary.from_json(text)

@@ -76,7 +76,5 @@ def test_without_the_extension_who_asks_reads_its_name(monkeypatch: pytest.Monke
     VOCABULARIES.all()
     monkeypatch.setattr(manifest, "present", lambda: ())
     monkeypatch.setattr(VOCABULARIES, "records", {"same": SAME})
-    with pytest.raises(
-        ConfigError, match=r"^tokenizer=own needs llama_ssp/extensions/tokenizers, which this installation"
-    ):
+    with pytest.raises(ConfigError, match=r"^tokenizer=own needs the tokenizers extension, which was removed"):
         load(shipped("tiny"), shipped("tiny-draft"), tokenizer="own")

@@ -42,7 +42,7 @@ def test_kinds_that_only_a_library_runs_are_refused_by_the_name_of_its_extension
     kind: str, door: Callable[[Path], object], tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, **SIZES}))
-    with pytest.raises(ConfigError, match=f"^model_type={kind} needs llama_ssp/extensions/modules, which"):
+    with pytest.raises(ConfigError, match=f"^model_type={kind} needs the modules extension, which"):
         door(tmp_path)
 
 
