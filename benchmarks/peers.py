@@ -70,8 +70,8 @@ def forwards_alone_s(decoder: Decoder, *, contexts: Sequence[int]) -> tuple[floa
     from llama_ssp.extensions.cpu.tracing import Traced
 
     def scored(*tensors: Tensor) -> Tensor:
-        scores = round_.score(BatchState(*tensors), num_drafted=num_draft_tokens, bucket=bucket)
-        return round_.verifier.process(*scores)[0]
+        logits_BWV = round_.score(BatchState(*tensors), num_drafted=num_draft_tokens, bucket=bucket)
+        return round_.verifier.process(logits_BWV)
 
     score = Traced[Tensor](reads=reads)
 

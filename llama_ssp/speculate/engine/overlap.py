@@ -87,7 +87,7 @@ class OverlappedRound(Round):
         assert not constraints, "refused by `settings.combinations`"
         number, keeps, reads = choice.num_tokens, executor.replays_addresses, (self.verifier, self._in_flight_A)
         drafting = self.draft_stage(choice, bucket=bucket)
-        scoring = self._of_target("score", self._score, number, bucket=bucket)
+        scoring = self._of_target("score", self._score_in_flight, number, bucket=bucket)
         exchanging = self._stage("exchange", self._exchange, reads=reads, repeats=False, behind=(drafting,))
         deciding = self._stage(
             "decide",
@@ -107,10 +107,10 @@ class OverlappedRound(Round):
             clock.add_cpu(time.thread_time() - ran_s)
         target_BKV = executor.run(scoring, state)
         clock.add("verify")
-        uniforms_BN, following = executor.run(exchanging, state, *drafted)
+        following = executor.run(exchanging, state, drafted)
         clock.add("draft", waits=True)
         before = self._before(executor, in_flight, following.law)
-        result = executor.run(deciding, state, target_BKV, uniforms_BN, following, before)
+        result = executor.run(deciding, state, target_BKV, following, before)
         clock.add("verify", waits=self._drafter.drafts_here)
         return result, before if keeps else following.law
 
@@ -133,11 +133,12 @@ class OverlappedRound(Round):
         """The rows as the draft sees them: tokens in flight count as text."""
         return state.rows._replace(lengths_B=state.lengths_B + state.ahead_B)
 
-    def _score(self, num_tokens: int, bucket: int, state: BatchState) -> Tensor:
-        return self.verifier.process(*self.score(state, num_drafted=num_tokens - 1, bucket=bucket))[0]
+    def _score_in_flight(self, num_tokens: int, bucket: int, state: BatchState) -> Tensor:
+        logits_BKV = self.score(state, num_drafted=num_tokens - 1, bucket=bucket)
+        return self.verifier.process(logits_BKV, self._context(state, num_drafted=num_tokens - 1))
 
-    def _exchange(self, state: BatchState, uniforms_BN: Tensor, draft: Draft) -> tuple[Tensor, Draft]:
-        return uniforms_BN, self._drafter.exchange(draft, self.draft_rows(state))
+    def _exchange(self, state: BatchState, draft: Draft) -> Draft:
+        return self._drafter.exchange(draft, self.draft_rows(state))
 
     def _verify_ahead(  # noqa: PLR0917 - a stage's
         self,
@@ -146,7 +147,6 @@ class OverlappedRound(Round):
         keeps: bool,
         state: BatchState,
         target_BKV: Tensor,
-        uniforms_BN: Tensor,
         following: Draft,
         before: Law,
     ) -> Tensor:
@@ -157,12 +157,12 @@ class OverlappedRound(Round):
         flying_BA = state.tokens_BS.gather(1, state.lengths_B[:, None] + self._in_flight_A)
         in_flight = Draft(flying_BA, before if isinstance(before, PointMass) else before[:, 1:])
         first = following.first()
-        draws, rule = self._draws(state, uniforms_BN, following, num_tokens), self.verifier.rule
-        most_B1 = self._most(longest, state)
+        draws, rule = self._draws(state, following), self.verifier.rule
+        most_B1 = self._most(longest, state, following)
         if most_B1 is not None:  # the first token of the block that follows is no accepted one, and has no law after it
             most_B1 = most_B1.masked_fill(most_B1 > state.ahead_B[:, None], num_tokens + 1)
 
-        def verdict() -> tuple[Verdict, None]:
+        def verdict(_own: slice | None) -> tuple[Verdict, None]:
             found = verify_ahead(rule, in_flight, first, target_BKV, ahead_B=state.ahead_B, draws=draws)
             return rule.at_most(found, most_B1, target_BKV, draws=draws), None
 

@@ -17,9 +17,10 @@ which rows, and which bucket of the cache. Every draft is a tree; a chain has on
 Node j stands j slots after the newest token, at the position of its depth. An accepted path moves in the cache of the
 target, and in the taps of a head; the draft reads it again.
 
-A round has two stages, `draft` and `verify`; one that overlaps has more (`overlap`). An executor runs each stage, and
-forwards of a few tokens of prompts: from Python, as a trace or as a CUDA graph (`executors`). A round without a drafter
-is plain decoding: `verify` then draws one token.
+A round has two stages, `draft` and `verify`. With constraints, the host makes masks between the two halves of `verify`:
+`score` and `decide`. A round that overlaps has more stages (`overlap`). An executor runs each stage, and forwards of a
+few tokens of prompts: from Python, as a trace or as a CUDA graph (`executors`). Plain decoding is a round whose draft
+is empty.
 
 Shapes: B sequences, R rows being prefilled, S slots, K drafted tokens, W = K + 1 (nodes with the root, of trees), D
 depth, V vocabulary, N uniforms of a round; L is a row's length.
@@ -92,6 +93,23 @@ class Stage(NamedTuple):
     def key(self) -> tuple[Hashable, ...]:
         """Decides, with the batch's sizes, which operators run on whose results; the same on all ranks."""
         return self.name, self.operators, self.bucket, *[stage.key for stage in self.behind]
+
+    def then(self, following: "Stage", name: str) -> "Stage":
+        """This stage and `following`, which also takes its result, as one: the host does nothing in between."""
+
+        def function(state: BatchState, *values: Values) -> Values:
+            return following.function(state, *values, self.function(state, *values))
+
+        return Stage(
+            name,
+            function,
+            (self.operators, following.operators),
+            self.bucket,
+            reads=self.reads,
+            repeats=self.repeats and following.repeats,
+            behind=tuple(one for one in following.behind if one is not self),
+            comm=self.comm,
+        )
 
 
 class Executor:
@@ -177,21 +195,23 @@ class Round:
         of drafted tokens that the next round verifies, if any.
         """
         clock.start()
-        drafted: tuple[Any, ...] = ()
-        behind = []
+        draft = Draft(state.tokens_BS[:, :0])  # plain decoding
+        behind: tuple[Stage, ...] = ()
         if choice.num_tokens:
-            lead = self._lead(constraints, choice) if constraints else (False, False)
-            behind = [self.draft_stage(choice, *lead, bucket=bucket)]
-        for drafting in behind:
-            drafted = executor.run(drafting, state)
+            drafting = self.draft_stage(choice, *self._lead(constraints, choice), bucket=bucket)
+            draft, behind = executor.run(drafting, state), (drafting,)
             clock.add("draft")
-            if isinstance(drafted[1].num_B1, Tensor) and not constraints and self._reads_ends(executor):
-                choice, drafted = self._without_uncounted(choice, *drafted)
-        if constraints:
-            how: Any = {"choice": choice, "behind": behind, "drafted": drafted, "bucket": bucket}
-            result = self._constrained(executor, state, constraints, **how)
+            if isinstance(draft.num_B1, Tensor) and not constraints and self._reads_ends(executor):
+                draft = draft.first(min(int(draft.num_B1.max()), choice.num_tokens))
+        scoring, deciding = self._verify_stages(choice, draft, behind, has_masks=bool(constraints), bucket=bucket)
+        if constraints and self.masks:  # which the host makes while the target reads
+            own = self.verifier.rows_with_masks(len(constraints))
+            drafted = Drafted.of(draft, self.verifier.comm) if own.start < own.stop and draft.num_tokens else None
+            logits_BWV = executor.run(scoring, state, draft)
+            self.masks.fill(own, constraints, drafted)
+            result = executor.run(deciding, state, draft, logits_BWV)
         else:
-            result = executor.run(self.verify_stage(choice, *behind, bucket=bucket), state, *drafted)
+            result = executor.run(scoring.then(deciding, "verify"), state, draft)
         clock.add("verify")
         return result, POINT_MASS
 
@@ -199,47 +219,13 @@ class Round:
         """Whether the host reads where drafts end, so that a round verifies no more than the longest one."""
         return self.may_shorten and self.target.device.type == "cpu" and not executor.replays_addresses
 
-    def _without_uncounted(
-        self, choice: DraftChoice, uniforms_BN: Tensor, draft: Draft
-    ) -> tuple[DraftChoice, tuple[Any, ...]]:
-        """The round without the tokens that count in no row."""
-        assert isinstance(draft.num_B1, Tensor)
-        number = min(int(draft.num_B1.max()), choice.num_tokens)
-        if number < choice.num_tokens:
-            draft = draft.first(number)
-        return choice._replace(num_tokens=number), (uniforms_BN, draft) if number else ()
-
-    def _constrained(
-        self,
-        executor: Executor,
-        state: BatchState,
-        constraints: Sequence[Constraint | None],
-        *,
-        choice: DraftChoice,
-        behind: Sequence[Stage],
-        drafted: tuple[Any, ...],
-        bucket: int,
-    ) -> Tensor:
-        """Score the drafted tokens; verify with the masks that the host makes meanwhile."""
-        assert self.masks, "a round of a batch whose rows may have constraints"
-        own, number = self.verifier.rows_with_masks(len(constraints)), choice.num_tokens
-        found: Tensor
-        if not drafted:
-            self.masks.fill(own, constraints, None)
-            found = executor.run(self._of_target("verify", self._decode, True, bucket=bucket), state)
-            return found
-        ids = Drafted.of(drafted[1], self.verifier.comm) if own.start < own.stop else None
-        trees, behind_trees = (drafted[1:], behind) if self.tree else ((), ())
-        scoring = self._of_target("score", self._score_draft, number, bucket=bucket, behind=behind_trees, draws=False)
-        logits_BWV = executor.run(scoring, state, *trees)
-        self.masks.fill(own, constraints, ids)
-        arguments = number, self.longest(choice), True
-        deciding = self._of_target("decide", self._decide, *arguments, behind=(*behind, scoring))
-        found = executor.run(deciding, state, *drafted, logits_BWV)
-        return found
-
     def _lead(self, constraints: Sequence[Constraint | None], choice: DraftChoice) -> tuple[bool, bool]:
-        """Write the first masks of a draft that heeds them, and the next tokens where it gets no further masks."""
+        """Write the first masks of a draft that heeds them, and the next tokens where it gets no further masks.
+
+        Returns whether it has masks, and whether tokens are forced.
+        """
+        if not constraints:
+            return False, False
         assert self.masks, "a batch whose rows may have constraints"
         if heeds := heeds_masks(self.drafters[choice.source]):
             self.masks.begin(self.verifier.own_rows(len(constraints)), constraints)
@@ -248,7 +234,7 @@ class Round:
     def draft_stage(
         self, choice: DraftChoice, has_masks: bool = False, is_forced: bool = False, *, bucket: int
     ) -> Stage:
-        """Extend every row by `choice.num_tokens` drafted tokens; returns the round's uniforms and the draft."""
+        """Extend every row by `choice.num_tokens` drafted tokens; returns the draft."""
         return self._stage(
             "draft",
             self._draft,
@@ -260,47 +246,40 @@ class Round:
             repeats=self.drafters[choice.source].repeats_operators,
         )
 
-    def _draft(
-        self, choice: DraftChoice, has_masks: bool, is_forced: bool, bucket: int, state: BatchState
-    ) -> tuple[Tensor, Draft]:
-        uniforms_BN, rows, number = state.uniforms(), self.draft_rows(state), choice.num_tokens
+    def _draft(self, choice: DraftChoice, has_masks: bool, is_forced: bool, bucket: int, state: BatchState) -> Draft:
+        rows, number, num_rows = self.draft_rows(state), choice.num_tokens, len(state.lengths_B)
         if self.masks and has_masks:
-            rows = rows._replace(masks=MasksOfDrafts(self.masks, slice(0, len(uniforms_BN))))
+            rows = rows._replace(masks=MasksOfDrafts(self.masks, slice(0, num_rows)))
         if self.masks and is_forced:
-            rows = rows._replace(forced_BK=self.masks.forced_BK[: len(uniforms_BN)])
+            rows = rows._replace(forced_BK=self.masks.forced_BK[:num_rows])
         limit, drafter = self._limit_of(choice.source), self.drafters[choice.source]
         draft = drafter.propose(
             limit.of_rows(rows, number) if limit else rows,
             num_tokens=number,
-            uniforms_BKP=self.uniforms.split(uniforms_BN, number).draft_BKP,
+            uniforms_BKP=self.uniforms.split(state.uniforms(), number).draft_BKP,
             num_unread=choice.num_unread,
             bucket=bucket,
         )
         if limit or (isinstance(draft.nodes, Chain) and not writes_ids(drafter)):
             places_BK = rows.lengths_B[:, None] + self.last_and_drafted_W[1 : number + 1]
             rows.tokens_BS.scatter_(1, places_BK, draft.ids_BK)
-        return uniforms_BN, draft
+        return draft
 
-    def verify_stage(self, choice: DraftChoice, *behind: Stage, bucket: int) -> Stage:
-        """Score the drafted tokens with the target, verify and commit; without any, decode one token."""
-        if not choice.num_tokens:
-            return self._of_target("verify", self._decode, False, bucket=bucket)
-        arguments = choice.num_tokens, self.longest(choice)
-        return self._of_target("verify", self._verify, *arguments, bucket=bucket, behind=behind)
+    def _verify_stages(
+        self, choice: DraftChoice, draft: Draft, behind: Sequence[Stage], *, has_masks: bool, bucket: int
+    ) -> tuple[Stage, Stage]:
+        """Score a draft with the target; then verify and commit it. A chain stands in the batch already."""
+        number = draft.num_tokens
+        behind_scores = behind if self.tree else ()
+        scoring = self._of_target("score", self._score, number, bucket=bucket, behind=behind_scores, draws=False)
+        arguments = number, self.longest(choice), has_masks
+        return scoring, self._of_target("decide", self._decide, *arguments, behind=(*behind, scoring))
 
-    def _verify(  # noqa: PLR0917 - a stage's
-        self, num_tokens: int, longest: int | None, bucket: int, state: BatchState, uniforms_BN: Tensor, draft: Draft
-    ) -> Tensor:
-        """Score the draft, let the rule accept a path of it, and commit that; for `longest` see the method."""
-        logits_BWV = self._score_draft(num_tokens, bucket, state, draft)
-        return self._decide(num_tokens, longest, False, state, uniforms_BN, draft, logits_BWV)
-
-    def _score_draft(self, num_tokens: int, bucket: int, state: BatchState, *drafts: Draft) -> Tensor:
-        """The target's logits after the last token and each drafted one; a chain stands in the batch."""
-        for draft in drafts:
-            if isinstance(draft.nodes, Topology):
-                return self._score_tree(state, draft.ids_BK, draft.nodes, bucket=bucket)
-        return self.score(state, num_drafted=num_tokens, bucket=bucket)[0]
+    def _score(self, num_tokens: int, bucket: int, state: BatchState, draft: Draft) -> Tensor:
+        """The target's logits after the last token and each drafted one."""
+        if isinstance(draft.nodes, Topology):
+            return self._score_tree(state, draft.ids_BK, draft.nodes, bucket=bucket)
+        return self.score(state, num_drafted=num_tokens, bucket=bucket)
 
     def _decide(  # noqa: PLR0917 - a stage's
         self,
@@ -308,36 +287,29 @@ class Round:
         longest: int | None,
         has_masks: bool,
         state: BatchState,
-        uniforms_BN: Tensor,
         draft: Draft,
         logits_BWV: Tensor,
     ) -> Tensor:
-        """Let the rule accept a path of a scored draft, and commit that."""
-        context, bits_BWX = self._context(state, num_drafted=num_tokens), None
-        most_B1 = self._most(longest, state)
-        if isinstance(draft.num_B1, Tensor):
-            most_B1 = draft.num_B1 if most_B1 is None else most_B1.minimum(draft.num_B1)
-        if has_masks and self.masks:
-            bits_BWX = self.masks.bits_BTX[: len(uniforms_BN), : num_tokens + 1]
-        forced = self.verifier.forced
+        """Let the rule accept a path of a scored draft, and commit that; for `longest` see the method."""
         decision = self.verifier.verify(
             draft,
-            *self.verifier.process(logits_BWV, context, bits_BWX),
-            draws=self._draws(state, uniforms_BN, draft, num_tokens),
-            most_B1=most_B1,
-            forced_B1=forced.lengths(state.lengths_B - state.prompt_lengths_B) if forced else None,
+            logits_BWV,
+            self._context(state, num_drafted=num_tokens),
+            draws=self._draws(state, draft),
+            bits_BTX=self.masks.bits_BTX[: len(draft.ids_BK), : num_tokens + 1] if has_masks and self.masks else None,
+            most_B1=self._most(longest, state, draft),
+            forced_B1=self._forced(state, draft),
         )
         return state.commit(*self._follow(state, draft, decision))
 
-    def score(self, state: BatchState, *, num_drafted: int, bucket: int) -> tuple[Tensor, Context | None]:
-        """The target's logits after the last token and each drafted one, and the rule's context if it needs one."""
+    def score(self, state: BatchState, *, num_drafted: int, bucket: int) -> Tensor:
+        """The target's logits after the last token and each drafted one of a chain."""
         positions_BW = state.lengths_B[:, None] + self.last_and_drafted_W[: num_drafted + 1]
         ids_BW = state.tokens_BS.gather(1, positions_BW)
         taken_B = None
         if self.target.is_recurrent:  # none in rows that ended, or whose prompt is being read
             taken_B = (state.lengths_B < state.limits_B) * (num_drafted + 1)
-        logits_BWV = self._forward(state, ids_BW, positions_BW, bucket=bucket, taken_B=taken_B)
-        return logits_BWV, self._context(state, num_drafted=num_drafted)
+        return self._forward(state, ids_BW, positions_BW, bucket=bucket, taken_B=taken_B)
 
     def _context(self, state: BatchState, *, num_drafted: int) -> Context | None:
         """The rule's context of chains if it needs one."""
@@ -400,20 +372,18 @@ class Round:
         state.tokens_BS.scatter_(1, to_BD, path_ids_BD)
         return decision._replace(node_B1=num_accepted_B1), path_ids_BD
 
-    def _draws(self, state: BatchState, uniforms_BN: Tensor, draft: Draft, num_tokens: int) -> Draws:
+    def _draws(self, state: BatchState, draft: Draft) -> Draws:
         """The draws of a round; certain tokens are verified by the draws of plain decoding, at every depth."""
-        draws = self.uniforms.split(uniforms_BN, num_tokens)
-        if draft.is_certain and not self.verifier.rule.takes_best:
-            depth = self.tree.depth if self.tree else num_tokens
+        draws = self.uniforms.split(state.uniforms(), draft.num_tokens)
+        if draft.num_tokens and draft.is_certain and not self.verifier.rule.takes_best:
+            depth = self.tree.depth if self.tree else draft.num_tokens
             draws = draws._replace(plain_BTP=state.plain_uniforms(depth + 1))
         return draws
 
-    def _decode(self, has_masks: bool, bucket: int, state: BatchState) -> Tensor:
-        """Plain decoding: score the last token, draw one, commit it."""
-        uniforms_B1P = self.uniforms.split(state.uniforms()).plain_BTP
-        logits_B1V, context = self.score(state, num_drafted=0, bucket=bucket)
-        bits_B1X = self.masks.bits_BTX[: len(uniforms_B1P), :1] if has_masks and self.masks else None
-        return state.commit(self.verifier.draw(logits_B1V, uniforms_B1P, context, bits_B1X))
+    def _forced(self, state: BatchState, draft: Draft) -> Tensor | None:
+        """The lengths (B, 1) that rounds accept whatever the target says; None leaves them to the rule."""
+        forced = self.verifier.forced if draft.num_tokens else None
+        return forced.lengths(state.lengths_B - state.prompt_lengths_B) if forced else None
 
     def _of_target(
         self,
@@ -462,13 +432,17 @@ class Round:
     def _limit_of(self, source: int) -> DraftLimit | None:
         return None if source else self.limit
 
-    def _most(self, longest: int | None, state: BatchState) -> Tensor | None:
+    def _most(self, longest: int | None, state: BatchState, draft: Draft) -> Tensor | None:
         """The most drafted tokens (B, 1) of each row, 0 where the draft cannot serve it; None if no row has a limit."""
+        if not draft.num_tokens:
+            return None
         most_B1 = state.most_drafted_B[:, None] if self.steps and self.steps.limits else None
-        if longest is None:
-            return most_B1
-        is_served_B1 = self.draft_rows(state).lengths_B[:, None] <= longest
-        return is_served_B1 * (self.max_tokens_per_round if most_B1 is None else most_B1)
+        if longest is not None:
+            is_served_B1 = self.draft_rows(state).lengths_B[:, None] <= longest
+            most_B1 = is_served_B1 * (self.max_tokens_per_round if most_B1 is None else most_B1)
+        if isinstance(draft.num_B1, Tensor):
+            most_B1 = draft.num_B1 if most_B1 is None else most_B1.minimum(draft.num_B1)
+        return most_B1
 
     def draft_rows(self, state: BatchState) -> Rows:
         """The rows as the draft sees them."""
@@ -557,9 +531,11 @@ class Round:
         if is_shared := self.verifier.comm.size > 1:
             read_by_drafters()
         context = prompts.rows.before(prompts.lengths_B[:, None] - 1) if self.verifier.needs_context else None
-        plain_R1P = self.uniforms.split(prompts.uniforms()).plain_BTP
+        nothing = Draft(prompts.tokens_BS[:, :0])
         bits_R1X = first_masks(constraints, self.target.vocab_size, self.target.device) if constraints else None
-        deliver(prompts.commit(self.verifier.draw(logits_RV[:, None], plain_R1P, context, bits_R1X)))
+        draws = self._draws(prompts, nothing)
+        decision = self.verifier.verify(nothing, logits_RV[:, None], context, draws=draws, bits_BTX=bits_R1X)
+        deliver(prompts.commit(decision))
         if not is_shared:
             read_by_drafters()
 

@@ -10,7 +10,7 @@ a mask.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -94,84 +94,65 @@ class Verifier:
         """The rows whose masks this rank needs: of these it processes logits."""
         return self.own_rows(batch_size) if self._split or self._runs_rule else slice(0, 0)
 
-    def draw(
-        self, logits_B1V: Tensor, uniforms_B1P: Tensor, context: Context | None = None, bits_B1X: Tensor | None = None
-    ) -> Decision:
-        """Sample one token for every row from the target's logits."""
-
-        def find() -> tuple[Verdict, Tensor | None]:
-            target_B1V, nothing_B1 = self._processed(logits_B1V, context, bits_B1X)
-            return self.rule.plain(target_B1V, uniforms_B1P), nothing_B1
-
-        return self.decide(find, batch_size=uniforms_B1P.shape[0])
-
-    def process(
-        self, logits_BTV: Tensor, context: Context | None = None, bits_BTX: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        """Process the target's logits for `verify`, for the rows that this rank decides; see `_processed`."""
-        if self._split:
-            own = self.own_rows(logits_BTV.shape[0])
-            bits_BTX = None if bits_BTX is None else bits_BTX[own]
-            return self._processed(logits_BTV[own], context and Context(*(part[own] for part in context)), bits_BTX)
-        return self._processed(logits_BTV, context, bits_BTX) if self._runs_rule else (logits_BTV, None)
-
-    def _processed(
-        self, logits_BTV: Tensor, context: Context | None, bits_BTX: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        """The output of the rule's `process`, and with masks the places (B, T) that leave no token."""
-        if bits_BTX is None:
-            return self.rule.process(logits_BTV, context), None
-        is_forbidden_BTV = forbidden(bits_BTX, self.rule.shard.ids(logits_BTV.shape[-1]))
-        return self.rule.process_allowed(logits_BTV, context, is_forbidden_BTV)
+    def process(self, logits_BTV: Tensor, context: Context | None = None) -> Tensor:
+        """Process the target's logits before `decide`, on the ranks that run the rule."""
+        return self.rule.process(logits_BTV, context) if self._runs_rule else logits_BTV
 
     def verify(
         self,
         draft: Draft,
-        target_BTV: Tensor,
-        nothing_BT: Tensor | None = None,
+        logits_BTV: Tensor,
+        context: Context | None = None,
         *,
         draws: Draws,
+        bits_BTX: Tensor | None = None,
         most_B1: Tensor | None = None,
         forced_B1: Tensor | None = None,
     ) -> Decision:
-        """Accept a path of the draft and choose the token that follows it; with a split, any rank can ask to stop.
+        """Accept a path of the draft, which may be empty, and choose the token that follows it.
 
-        `most_B1` is as in `Rule.at_most`. `forced_B1` tokens are accepted whatever the target says, if it is given.
+        The logits are the target's after the last token and each node, `bits_BTX` the masks there. `most_B1` is as in
+        `Rule.at_most`. `forced_B1` tokens are accepted whatever the target says, if it is given. With a split, each
+        rank decides for its own rows, and any rank can ask to stop.
         """
-        batch_size = draft.ids_BK.shape[0]
 
-        def verdict(draft: Draft, draws: Draws, most_B1: Tensor | None, forced_B1: Tensor | None) -> Verdict:
-            found = self.rule.verify(draft, target_BTV, draws=draws)
+        def find(own: slice | None) -> tuple[Verdict, Tensor | None]:
+            def of_rows(part: Any) -> Any:  # noqa: ANN401 - a tensor or None
+                return part if own is None or part is None else part[own]
+
+            logits, bits = of_rows(logits_BTV), of_rows(bits_BTX)
+            before, drawn = context and Context(*map(of_rows, context)), Draws(*map(of_rows, draws))
+            of_draft = draft._replace(ids_BK=of_rows(draft.ids_BK))  # with a split, its law is of these rows alone
+            if bits is None:
+                target, nothing_BT = self.rule.process(logits, before), None
+            else:
+                is_forbidden = forbidden(bits, self.rule.shard.ids(logits.shape[-1]))
+                target, nothing_BT = self.rule.process_allowed(logits, before, is_forbidden)
+            verdict = self.rule.verify(of_draft, target, draws=drawn)
             if forced_B1 is not None:
-                found = self.rule.accepting(forced_B1, target_BTV, draws=draws)
-            found = self.rule.at_most(found, most_B1, target_BTV, draws=draws)
-            if nothing_BT is None:
-                return found
-            # The best token of none may be the drafted one.
-            return found._replace(node_B1=draft.nodes.until(nothing_BT, found.node_B1))
+                verdict = self.rule.accepting(of_rows(forced_B1), target, draws=drawn)
+            verdict = self.rule.at_most(verdict, of_rows(most_B1), target, draws=drawn)
+            if nothing_BT is not None:  # the best token of none may be the drafted one
+                verdict = verdict._replace(node_B1=of_draft.nodes.until(nothing_BT, verdict.node_B1))
+            return verdict, nothing_BT
 
-        if not self._split:
-            return self.decide(lambda: (verdict(draft, draws, most_B1, forced_B1), nothing_BT), batch_size=batch_size)
-        own = self.own_rows(batch_size)
-        packed_R3 = self._flags_11.new_empty(0, 3)
-        if own.start < own.stop:
-            of_rows = draft._replace(ids_BK=draft.ids_BK[own])  # the probabilities are theirs alone
-            own_draws = Draws(*(uniforms[own] for uniforms in draws))
-            of_most, of_forced = (None if part is None else part[own] for part in (most_B1, forced_B1))
-            found = verdict(of_rows, own_draws, of_most, of_forced)
-            packed_R3 = torch.cat(self._decision(found, nothing_BT), dim=1)
-        return _unpacked(self._split.gather(packed_R3, batch_size=batch_size))
+        return self.decide(find, batch_size=len(draft.ids_BK))
 
-    def decide(self, find: Callable[[], tuple[Verdict, Tensor | None]], *, batch_size: int) -> Decision:
-        """Find a verdict on the ranks that run the rule, and give all ranks one rank's verdict in a message.
+    def decide(self, find: Callable[[slice | None], tuple[Verdict, Tensor | None]], *, batch_size: int) -> Decision:
+        """Find a verdict on the ranks that run the rule, for all rows or some, and give all ranks the decision.
 
         With masks, `find` also returns the places (B, T) that leave no token.
         """
-        decision = self._decision(*find()) if self._runs_rule else None
-        if decision and self.comm.size == 1:
-            return decision
-        packed_B3 = torch.cat(decision, dim=1) if decision else self._flags_11.new_empty(batch_size, 3)
-        return _unpacked(self.comm.broadcast(packed_B3, src=self.verify_rank))
+        own = self.rows_with_masks(batch_size)
+        packed_R3 = self._flags_11.new_empty(0 if self._split else batch_size, 3)
+        if own.start < own.stop:
+            decision = self._decision(*find(own if self._split else None))
+            if self.comm.size == 1:
+                return decision
+            packed_R3 = torch.cat(decision, dim=1)
+        if self._split:
+            return _unpacked(self._split.gather(packed_R3, batch_size=batch_size))
+        return _unpacked(self.comm.broadcast(packed_R3, src=self.verify_rank))
 
     def _decision(self, verdict: Verdict, nothing_BT: Tensor | None = None) -> Decision:
         is_nan_B1 = verdict.weights_B1 != verdict.weights_B1

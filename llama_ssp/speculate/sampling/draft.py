@@ -156,6 +156,11 @@ class Draft(NamedTuple):
     num_B1: Tensor | tuple[()] = ()
 
     @property
+    def num_tokens(self) -> int:
+        """K; 0 is plain decoding."""
+        return self.ids_BK.shape[1]
+
+    @property
     def is_certain(self) -> bool:
         """Whether nothing was drawn."""
         return isinstance(self.law, PointMass)
@@ -183,8 +188,10 @@ class Draft(NamedTuple):
 
     def first(self, num_tokens: int = 1) -> "Draft":
         """The chain of its first tokens alone."""
+        if num_tokens == self.num_tokens and isinstance(self.nodes, Chain):
+            return self
         ids_BK = self.ids_BK[:, :num_tokens]
-        if self.is_certain:
+        if self.is_certain or not num_tokens:
             return Draft(ids_BK, num_B1=self.num_B1)
         first_BKV = self.drawn_law[:, :num_tokens]
         law_BTV = torch.cat([first_BKV, torch.zeros_like(first_BKV[:, :1])], dim=1)

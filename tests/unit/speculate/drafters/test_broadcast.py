@@ -58,8 +58,8 @@ def test_all_ranks_learn_of_rows_whose_logits_are_no_numbers(kind: DraftLayout, 
             logits_BWV[row, 0, 2] = torch.nan
             law = torch.full((3, 3, 4), 0.25)[own] if temperature else POINT_MASS
             draft = Draft(torch.zeros(3, 2, dtype=torch.int64), law)
-            stops.append(verifier.verify(draft, *verifier.process(logits_BWV), draws=draws).flags_B1[:, 0].tolist())
-            stops.append(verifier.draw(logits_BWV[:, :1], draws.plain_BTP).flags_B1[:, 0].tolist())
+            stops.append(verifier.verify(draft, logits_BWV, draws=draws).flags_B1[:, 0].tolist())
+            stops.append(verifier.verify(draft.first(0), logits_BWV[:, :1], draws=draws).flags_B1[:, 0].tolist())
         return stops
 
     found = on_ranks(thread_comms(2), one_rank)

@@ -76,7 +76,7 @@ class InGroups:
         lengths_B, tokens_BS = positions_BT[:, 0] + 1, ids_BT.new_zeros(num_rows, bucket)
         state = BatchState.empty(num_rows, num_slots=bucket, num_rounds=1, table=self._round.uniforms)
         state = state._replace(tokens_BS=tokens_BS.scatter(1, positions_BT, ids_BT), lengths_B=lengths_B)
-        return self._round.score(state, num_drafted=num_tokens - 1, bucket=bucket)[0]
+        return self._round.score(state, num_drafted=num_tokens - 1, bucket=bucket)
 
 
 @pairs(rule_name=["speculative", "block"], num_drafted=[1, 2], num_groups=[2, 3])

@@ -271,12 +271,9 @@ def test_a_number_that_is_none_on_any_rank_is_flagged_on_all(rule: str) -> None:
     def flags(shard: Shard, own: slice) -> list[list[int]]:
         made = make_rule(sampling, VerificationConfig(rule=rule), shard=shard)
         verifier = Verifier(made, comm=Comm.single(), verify_rank=0, device=torch.device("cpu"))
-        first = verifier.draw(
-            logits_BTV[:, :1, own], uniforms_BTP[:, :1], context._replace(last_BT=context.last_BT[:, :1])
-        )
-        found = verifier.verify(
-            Draft(torch.full((3, 1), 40)), *verifier.process(logits_BTV[..., own], context), draws=draws
-        )
+        draft, begun = Draft(torch.full((3, 1), 40)), context._replace(last_BT=context.last_BT[:, :1])
+        first = verifier.verify(draft.first(0), logits_BTV[:, :1, own], begun, draws=draws)
+        found = verifier.verify(draft, logits_BTV[..., own], context, draws=draws)
         return [decision.flags_B1[:, 0].tolist() for decision in (first, found)]
 
     assert over_shards(2, VOCAB_SIZE, flags) == [[[NOT_A_NUMBER, NOT_A_NUMBER, 0]] * 2] * 2
