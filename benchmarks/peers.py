@@ -76,7 +76,9 @@ def forwards_alone_s(decoder: Decoder, *, contexts: Sequence[int]) -> tuple[floa
     score = Traced[Tensor](reads=reads)
 
     def draft() -> object:
-        return decoder.executor.run(round_.draft_stage(choice, bucket=bucket), state)
+        drafting = round_.stages(choice, bucket=bucket).draft
+        assert drafting, "a speculative decoder"
+        return decoder.executor.run(drafting, state)
 
     def verify() -> object:
         if not round_.target.repeats_operators:

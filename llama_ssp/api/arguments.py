@@ -106,7 +106,7 @@ def known_arguments(function: Callable[_Arguments, _Result]) -> Callable[_Argume
     @wraps(function)
     def checked(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
         with in_library_words():
-            known = [*names, *(more_sampling() if takes_more else ())]
+            known = [*dict.fromkeys([*names, *(sampling_arguments() if takes_more else ())])]
             refuse([unknown(name, known) for name in kwargs if name not in known])
         return function(*args, **kwargs)
 
@@ -114,9 +114,12 @@ def known_arguments(function: Callable[_Arguments, _Result]) -> Callable[_Argume
 
 
 @cache
-def more_sampling() -> dict[str, object]:
-    """The arguments of `generate` that extensions add to sampling, with their defaults."""
-    return {name: value for name, value in vars(whole(SamplingConfig)()).items() if name not in vars(SamplingConfig())}
+def sampling_arguments() -> dict[str, object]:
+    """The settings of sampling that `generate` takes, those of extensions among them, with their defaults."""
+    settings = vars(whole(SamplingConfig)())
+    return {
+        name: value for name, value in settings.items() if name not in {"from_model", "bad_ids", "eos_ids", "by_row"}
+    }
 
 
 @cache

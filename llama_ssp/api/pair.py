@@ -37,11 +37,11 @@ from llama_ssp.run.log_probs import score_completions
 from llama_ssp.run.prompts import Prompt, read_messages
 from llama_ssp.run.requests import PromptRequest, encode_messages
 from llama_ssp.run.tuning import make_ready
-from llama_ssp.settings import schema
 from llama_ssp.settings.checks import check_values
 from llama_ssp.settings.draft_heads import head_in_target
 from llama_ssp.settings.drafters import draft_label
 from llama_ssp.settings.extensions import whole
+from llama_ssp.settings.processors import from_transformers
 from llama_ssp.settings.rules import DEFAULT
 from llama_ssp.settings.schema import RunConfig, SamplingConfig, SpeculationConfig, VerificationConfig
 from llama_ssp.speculate.engine.completion import FinishReason, RowCompletion, StopRequest
@@ -61,8 +61,6 @@ NewWeights: TypeAlias = str | Path | PreTrainedModel | Mapping[str, Tensor]
 """A folder, a name, a loaded model, or tensors by name."""
 
 _NO_BIAS: Mapping[int, float] = MappingProxyType({})
-_NO_ARGUMENTS = {"from_model", "bad_ids", "eos_ids", "by_row"}
-_SAMPLING = {name: value for name, value in vars(SamplingConfig()).items() if name not in _NO_ARGUMENTS}
 _SHOWN = 40
 """Characters of a text in a `repr`."""
 _MOST_KEPT = 4
@@ -314,7 +312,7 @@ class Pair:
             logprobs: log-probabilities of every new token, and of this number of the most probable ones in its place
                 (`Completion.logprobs`); the target reads every text once more.
             prompt_logprobs: the same of the prompt's tokens.
-            more: what extensions add to sampling, such as `json_schema`.
+            more: further settings of sampling, such as `top_nsigma` and, of extensions, `json_schema`.
 
         Raises:
             ConfigError: an argument has a wrong type or value, or a prompt does not fit into the context.
@@ -324,7 +322,7 @@ class Pair:
         given = {**locals()}
         given |= given.pop(arguments.MORE_ARGUMENTS)
         with in_library_words():
-            read = arguments.more_sampling() | arguments.check_types(Pair.generate, given)
+            read = arguments.sampling_arguments() | arguments.check_types(Pair.generate, given)
             return self._complete(read, StopRequest())
 
     def _complete(self, read: Mapping[str, Any], stop: StopRequest) -> list[Completion]:
@@ -452,9 +450,11 @@ class Pair:
 
     def _sampling(self, read: Mapping[str, Any]) -> SamplingConfig:
         """The sampling of a call; warns once of what it does not follow in the target's generation_config.json."""
-        drawn = whole(SamplingConfig)(**{name: read[name] for name in (*_SAMPLING, *arguments.more_sampling())})
+        drawn = whole(SamplingConfig)(**{name: read[name] for name in arguments.sampling_arguments()})
         if read["sampling"] == arguments.FROM_MODEL:
-            drawn = replace(drawn, from_model=[name for name in schema.FROM_MODEL if read[name] == _SAMPLING[name]])
+            drawn = replace(
+                drawn, from_model=[name for name in from_transformers() if read[name] == getattr(SamplingConfig, name)]
+            )
         drawn = with_model_sampling(drawn, self.generation)
         vocab_size = self.models.target.vocab_size
         drawn = with_ids(drawn, self.tokenizer, eos_ids=self.models.eos_ids, vocab_size=vocab_size)

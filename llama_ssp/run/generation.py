@@ -7,12 +7,10 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from llama_ssp.errors import ConfigError
+from llama_ssp.settings.processors import filters, from_transformers
 from llama_ssp.settings.schema import SamplingConfig
 from llama_ssp.text.messages import key_of, said
 
-_DEFAULTS: dict[str, Any] = {"temperature": 1.0, "top_k": 50, "top_p": None, "min_p": None, "repetition_penalty": 1.0}
-"""Settings of `sampling` that the file can set, with the defaults of transformers."""
-_GREEDY: dict[str, Any] = {"temperature": 0.0, "top_k": None, "top_p": None, "min_p": None}
 _CHANGES_NO_TEXT = (
     "bos_token_id",
     "eos_token_id",
@@ -76,7 +74,7 @@ def note_on(sampling: SamplingConfig, generation: Mapping[str, Any]) -> str:
     others = [
         name
         for name, value in generation.items()
-        if name not in {*_DEFAULTS, "do_sample"} and not name.startswith(_CHANGES_NO_TEXT)
+        if name not in {*from_transformers(), "do_sample"} and not name.startswith(_CHANGES_NO_TEXT)
         if value not in (None, False, 0, 1, [], {})
     ]
     whole = said("sampling", "model")
@@ -87,7 +85,12 @@ def note_on(sampling: SamplingConfig, generation: Mapping[str, Any]) -> str:
 
 def _asked(generation: Mapping[str, Any]) -> dict[str, Any]:
     """The sampling that the file asks for, with defaults; without `do_sample` it asks for the most probable token."""
-    given = {name: value for name in _DEFAULTS if (value := generation.get(name)) is not None}
-    asked = {**_DEFAULTS, **given} | ({} if generation.get("do_sample") else _GREEDY)
-    is_off = {"top_k": asked["top_k"] == 0, "top_p": asked["top_p"] == 1, "min_p": asked["min_p"] == 0}
-    return {name: None if is_off.get(name) else value for name, value in asked.items()}
+    defaults = from_transformers()
+    given = {name: value for name in defaults if (value := generation.get(name)) is not None}
+    asked = {**defaults, **given}
+    is_greedy = not generation.get("do_sample")
+    asked |= {"temperature": 0.0} if is_greedy else {}
+    for one in filters():
+        if one.name in asked and (is_greedy or asked[one.name] == one.off):
+            asked[one.name] = None
+    return asked

@@ -8,6 +8,7 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, fields, replace
+from functools import cache
 from typing import Any, NamedTuple
 
 from llama_ssp import catalogue
@@ -21,6 +22,7 @@ from llama_ssp.settings.backends import BACKENDS, backends
 from llama_ssp.settings.combinations import MORE, clashes
 from llama_ssp.settings.extensions import Range, chooser_of, ranges
 from llama_ssp.settings.lengths import CHOOSERS, chooser_named, choosers_said
+from llama_ssp.settings.processors import PROCESSORS, filters, from_transformers
 from llama_ssp.settings.rules import RULES
 from llama_ssp.settings.schema import PlanConfig, RunConfig
 from llama_ssp.settings.tasks import TASKS, NoEffect, default_of, drafted_of, request_file, task_of
@@ -120,22 +122,13 @@ _NUM_TOP = range(101)
 _TOP = "0 to 100 of the most probable tokens, or {null} to switch it off"
 _DRAFTED = "at least 1 and at most 1024, for example 4{or_choosers}"
 _TEMPERATURE = f"0 (greedy) or at least {_COLDEST}, for example 0.8"
-_SHARE = "above 0 and at most 1, or {null} to switch it off"
 _TIMEOUT = f"a positive number of seconds, at most {_MAX_TIMEOUT_S}"
-_MOST_BIAS, _MOST_REPETITION = 10**4, 100  # logits stay finite
-_REPETITION = f"from 1/{_MOST_REPETITION} to {_MOST_REPETITION}, for example 1.1; 1 switches it off"
-_PENALTY = f"from -{_MOST_BIAS} to {_MOST_BIAS}, for example 0.5; 0 switches it off"
+_MOST_BIAS = 10**4  # logits stay finite
 _BIASES = f"numbers from -{_MOST_BIAS} to {_MOST_BIAS}, such as {{{{198: -100}}}}"
 _RANGES: tuple[Range, ...] = (
     ("speculation.num_draft_tokens", _is_known, _DRAFTED),
     ("speculation.acceptance", lambda a: 0 <= a <= 1, "a probability, between 0 and 1"),
     ("sampling.temperature", lambda t: t == 0 or _COLDEST <= t < math.inf, _TEMPERATURE),
-    ("sampling.top_k", lambda k: k >= 1, "at least 1, or {null} for the whole vocabulary"),
-    ("sampling.top_p", lambda p: 0 < p <= 1, _SHARE),
-    ("sampling.min_p", lambda p: 0 < p <= 1, _SHARE),
-    ("sampling.repetition_penalty", lambda p: 1 <= p * _MOST_REPETITION <= _MOST_REPETITION**2, _REPETITION),
-    ("sampling.frequency_penalty", lambda p: abs(p) <= _MOST_BIAS, _PENALTY),
-    ("sampling.presence_penalty", lambda p: abs(p) <= _MOST_BIAS, _PENALTY),
     ("sampling.min_new_tokens", lambda n: n >= 1, "at least 1, or {null} to switch it off"),
     ("sampling.logit_bias", lambda b: all(abs(n) <= _MOST_BIAS for n in b.values()), _BIASES),
     ("logprobs", lambda n: n in _NUM_TOP, _TOP),
@@ -155,8 +148,13 @@ _RANGES: tuple[Range, ...] = (
 
 def required_of(name: str) -> str | None:
     """Say what a number must be, named by the last part of its key; None for settings without such a condition."""
-    found = (required for key, _, required in _RANGES if key.rpartition(".")[2] == name)
+    found = (required for key, _, required in (*_RANGES, *_of_processors()) if key.rpartition(".")[2] == name)
     return next(map(_in_words, found), None)
+
+
+@cache
+def _of_processors() -> list[Range]:
+    return [(f"sampling.{name}", one.allows, one.required) for name, one in PROCESSORS.all().items()]
 
 
 def _in_words(required: str) -> str:
@@ -190,14 +188,14 @@ def _ranges(config: RunConfig) -> Iterator[str]:
     task = TASKS.find(config.task.name)
     of_task = [(f"task.{name}", holds, required) for name, holds, required in task.ranges] if task else []
     kind = drafters.DRAFTERS.find(config.draft.kind)
-    for key, holds, required in [*_RANGES, *ranges(), *(kind.ranges if kind else ()), *of_task]:
+    for key, holds, required in [*_RANGES, *_of_processors(), *ranges(), *(kind.ranges if kind else ()), *of_task]:
         value: Any = config
         for name in key.split("."):
             value = getattr(value, name, None)
         if value is not None and not holds(value):
             yield absent(key, str(value)) or f"{said(key, value)} must be {_in_words(required)}"
-    for name in {*config.sampling.from_model} - schema.FROM_MODEL:
-        yield unknown_name("name in sampling.from_model", name, schema.FROM_MODEL)
+    for name in {*config.sampling.from_model} - (known := from_transformers()).keys():
+        yield unknown_name("name in sampling.from_model", name, known)
     if not all(map(str.strip, config.sampling.bad_words)):
         yield f"{key_of('sampling.bad_words')} has an empty text: leave it out"
     if (least := config.sampling.min_new_tokens or 0) > config.max_new_tokens:
@@ -411,7 +409,7 @@ def _without_effect(config: RunConfig) -> Iterator[tuple[str, bool, str]]:
         ("placement.target placement.draft", config.placement.auto, "with placement=auto, which chooses it"),
         ("placement.target.experts", not is_cut, "without placement.target.kind=tensor, which cuts a target"),
         (
-            "sampling.top_k sampling.top_p sampling.min_p",
+            " ".join([f"sampling.{one.name}" for one in filters()]),
             is_greedy,
             "at temperature 0, which always takes the most probable token",
         ),

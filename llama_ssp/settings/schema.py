@@ -13,6 +13,7 @@ from llama_ssp.settings.constraints import constraint_asked
 from llama_ssp.settings.extensions import whole
 from llama_ssp.settings.fields import made, setting
 from llama_ssp.settings.lengths import LengthChooser, chooser_named, longest
+from llama_ssp.settings.processors import filters, numbers_of, penalties
 from llama_ssp.settings.rules import DEFAULT
 from llama_ssp.settings.trees import TreeShape, tree_shape
 from llama_ssp.settings.weights import CHECKPOINT, WEIGHTS, WeightsRecord
@@ -21,8 +22,6 @@ DEFAULT_DRAFT, NO_DRAFT, MODEL_DRAFT = "default", "none", "model"
 """Kinds of draft: the model entry's default, plain decoding, and a smaller model."""
 DERIVED = ("task.name", "model.name", "model.shape", "draft.kind", "draft.model.name", "draft.model.shape")
 """Settings that follow from the choice of an option: task=, model= and draft= set them."""
-FROM_MODEL = frozenset({"temperature", "top_k", "top_p", "min_p", "repetition_penalty"})
-"""Settings of `sampling` that a model's generation_config.json can have."""
 
 
 class DraftLayout(Enum):
@@ -134,6 +133,7 @@ class SamplingConfig:
     """Sampling from the logits of target and draft."""
 
     temperature: float = setting(0.8, "0 always takes the most probable token.")
+    # Each number of a filter or penalty has a record of its name in `settings.processors`.
     top_k: int | None = setting(None, "only the k most probable tokens.")
     top_p: float | None = setting(None, "only the most probable tokens that hold this much probability.")
     min_p: float | None = setting(None, "only tokens with at least this share of the highest probability.")
@@ -164,13 +164,13 @@ class SamplingConfig:
     @property
     def truncates(self) -> bool:
         """Whether most tokens get probability 0."""
-        return (self.top_k, self.top_p or 1.0, self.min_p) != (None, 1.0, None)
+        return bool(numbers_of(self, filters()))
 
     @property
     def penalizes(self) -> bool:
         """Whether logits are changed before the temperature, by token or by the text before them."""
-        counts = (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1.0, 0.0, 0.0)
-        return counts or bool(self.logit_bias or self.bad_words or self.min_new_tokens)
+        counted = numbers_of(self, penalties())
+        return bool(counted or self.logit_bias or self.bad_words or self.min_new_tokens)
 
     @property
     def takes_best(self) -> bool:

@@ -16,19 +16,22 @@ from llama_ssp.reports.records import CompletionLine
 from llama_ssp.run.prompts import Prompt, lines_of, read_messages
 from llama_ssp.run.requests import encode_messages, ids_of
 from llama_ssp.settings.extensions import whole
+from llama_ssp.settings.processors import PROCESSORS, filters
 from llama_ssp.settings.schema import RunConfig, SamplingConfig
 from llama_ssp.settings.tasks import SERVED_FIELDS
 
 LINES_FILE, CONFIG_FILE = "run.jsonl", "config.yaml"
 _DONE = 200
 _OF_LAW = {
-    **{name: name for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "frequency_penalty")},
-    "presence_penalty": "presence_penalty",
+    **{name: name for name in ("temperature", *PROCESSORS.all())},
     "logit_bias": "logit_bias",
     "min_tokens": "min_new_tokens",
 }
 """Fields of a request that make the law of its texts, and their settings of sampling."""
-_OFF: dict[str, tuple[object, ...]] = {"top_k": (0, -1), "top_p": (1,), "min_p": (0,), "min_tokens": (0,)}
+_OFF: dict[str, tuple[object, ...]] = {
+    **{one.name: (one.off, *one.also_off) for one in filters()},
+    "min_tokens": (0,),
+}
 """Values of these fields that do nothing."""
 
 

@@ -38,6 +38,8 @@ from llama_ssp.run.requests import PromptRequest
 from llama_ssp.run.session import Session
 from llama_ssp.run.tasks.dry_run import forecast
 from llama_ssp.settings.drafters import SAME, draft_label, drafter_of, vocabulary_of
+from llama_ssp.settings.fields import with_value
+from llama_ssp.settings.processors import PROCESSORS, Processor, filters, numbers_of, penalties
 from llama_ssp.settings.schema import RunConfig, SamplingConfig
 from llama_ssp.settings.weight_changes import changes_of
 from llama_ssp.speculate.engine.completion import RowCompletion, StopRequest
@@ -147,14 +149,12 @@ class Peers:
         batches = [list(prompts)] if is_one_batch else [[ids] for ids in prompts]
         options: dict[str, object] = {
             "max_new_tokens": num_new_tokens,
-            "repetition_penalty": sampling.repetition_penalty,
+            **_in_transformers(sampling, penalties()),
             "do_sample": sampling.temperature > 0,
             "stopping_criteria": [self.check_stop],
         }
         if sampling.temperature > 0:
-            top_p = 1.0 if sampling.top_p is None else sampling.top_p
-            filters = {"top_k": sampling.top_k or 0, "top_p": top_p, "min_p": sampling.min_p}
-            options |= {"temperature": sampling.temperature, **filters}
+            options |= {"temperature": sampling.temperature, **_in_transformers(sampling, filters())}
         if num_draft_tokens and self.draft:
             self.draft.generation_config.num_assistant_tokens = num_draft_tokens
             options["assistant_model"] = self.draft
@@ -169,12 +169,21 @@ class Peers:
         return 1e3 * (time.perf_counter() - started) / num_tokens
 
 
+def _in_transformers(sampling: SamplingConfig, some: Sequence[Processor]) -> dict[str, float | None]:
+    """The arguments of `generate` for some processors."""
+    found = {one.name: one.in_transformers.off for one in some if one.in_transformers}
+    return found | {one.name: number for one, number in numbers_of(sampling, some) if one.in_transformers}
+
+
 def _has_peers(config: RunConfig, *, world_size: int) -> bool:
-    """Whether a benchmark also measures transformers: one rank, files as they are, penalties that it has."""
+    """Whether a benchmark also measures transformers: one rank, files as they are, processors that it has."""
     entries = [config.model, *([config.draft.model] if config.draft.model else [])]
     is_whole = not any(format_of(entry.quantization).is_quantized or changes_of(entry) for entry in entries)
     is_requested = isinstance(config.task, BenchmarkConfig) and config.task.peers
-    is_known = not replace(config.sampling, repetition_penalty=1.0).penalizes
+    rest = config.sampling
+    for one in PROCESSORS.all().values():
+        rest = with_value(rest, one.name, one.off) if one.in_transformers else rest
+    is_known = not (rest.truncates or rest.penalizes)
     return is_requested and world_size == 1 and config.reads_files and is_whole and is_known
 
 

@@ -11,6 +11,7 @@ from llama_ssp.catalogue import ModelConfig
 from llama_ssp.planning.model import DTYPE_BYTES, number_format
 from llama_ssp.settings.combinations import Ability, on_gpus
 from llama_ssp.settings.drafters import reads_draft_probs, sees_window
+from llama_ssp.settings.processors import filters
 from llama_ssp.settings.schema import RunConfig
 from llama_ssp.storage.formats import FORMATS, few_rows_bytes
 from llama_ssp.text.messages import key_of, said
@@ -40,7 +41,7 @@ def _of_rounds(config: RunConfig, *, has_head: bool) -> Iterator[str]:
     if config.sampling.by_row:
         yield "one setting for all rows on a GPU, since requests are drawn by sums of torch there: leave it out"
     if config.sampling.temperature > 0 and config.sampling.truncates:
-        names = ", ".join(key_of(f"sampling.{name}") for name in ("top_k", "top_p", "min_p"))
+        names = ", ".join(key_of(f"sampling.{name}") for name in [one.name for one in filters()])
         yield f"draws from all tokens on a GPU, since torch sums what is left there: leave {names} out"
     if has_head:
         yield (

@@ -28,6 +28,7 @@ from llama_ssp.run.requests import RequestMaker, check_vocabulary, encode, encod
 from llama_ssp.settings.checks import check_values
 from llama_ssp.settings.constraints import constraint_asked
 from llama_ssp.settings.drafters import drafts
+from llama_ssp.settings.processors import PROCESSORS, filters
 from llama_ssp.settings.schema import MOST_BIASES, RunConfig, SamplingConfig
 from llama_ssp.settings.tasks import SERVED_FIELDS
 from llama_ssp.speculate.engine.masks import prepare_constraint
@@ -43,12 +44,7 @@ _NUMBER, _WHOLE, _FLAG, _TEXT, _OBJECT = "a number", "a whole number", "true or 
 _KINDS: dict[str, Any] = {_NUMBER: (int, float), _WHOLE: int, _FLAG: bool, _TEXT: str, _OBJECT: dict}
 _SAMPLING = {
     "temperature": _NUMBER,
-    "top_p": _NUMBER,
-    "top_k": _WHOLE,
-    "min_p": _NUMBER,
-    "repetition_penalty": _NUMBER,
-    "frequency_penalty": _NUMBER,
-    "presence_penalty": _NUMBER,
+    **{name: _WHOLE if isinstance(one.off, int) else _NUMBER for name, one in PROCESSORS.all().items()},
     "logit_bias": _OBJECT,
 }
 _OF_BOTH = _SAMPLING | {
@@ -112,7 +108,6 @@ _WITHOUT_EFFECT: dict[str, tuple[object, ...]] = {
     "add_special_tokens": (True,),
 }
 """Values that change nothing of fields that the server does not have."""
-_OFF = {"top_k": (0, -1), "top_p": (1,), "min_p": (0,)}
 _STREAM_OPTIONS = ("include_usage", "continuous_usage_stats", "include_obfuscation")
 _TOO_LONG = "context_length_exceeded"
 _CONTEXT, _NUM_NAMED = 16, 32
@@ -391,7 +386,7 @@ class BodyReader:
 
     def _sampling(self, given: Mapping[str, Any]) -> SamplingConfig:
         asked = {name: given[name] for name in _SAMPLING if name in given}
-        asked = {name: None if value in _OFF.get(name, ()) else value for name, value in asked.items()}
+        asked |= {one.name: None for one in filters() if asked.get(one.name) in (one.off, *one.also_off)}
         if "logit_bias" in asked:
             asked["logit_bias"] = self._biases(asked["logit_bias"])
         not_asked: dict[str, Any] = {"bad_words": [], "min_new_tokens": None, "bad_ids": (), "eos_ids": ()}

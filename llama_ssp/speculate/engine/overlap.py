@@ -86,8 +86,8 @@ class OverlappedRound(Round):
 
         assert not constraints, "refused by `settings.combinations`"
         number, keeps, reads = choice.num_tokens, executor.replays_addresses, (self.verifier, self._in_flight_A)
-        drafting = self.draft_stage(choice, bucket=bucket)
-        scoring = self._of_target("score", self._score_in_flight, number, bucket=bucket)
+        drafting = self._draft_stage(choice, False, False, needs=self.needs, bucket=bucket)
+        scoring = self._of_target("score", self._score_in_flight, number, needs=self.needs, bucket=bucket)
         exchanging = self._stage("exchange", self._exchange, reads=reads, repeats=False, behind=(drafting,))
         deciding = self._stage(
             "decide",
@@ -95,6 +95,7 @@ class OverlappedRound(Round):
             number,
             self.longest(choice),
             keeps,
+            needs=self.needs,
             reads=reads,
             repeats=True,
             behind=(scoring, exchanging),
@@ -164,7 +165,7 @@ class OverlappedRound(Round):
 
         def verdict(_own: slice | None) -> tuple[Verdict, None]:
             found = verify_ahead(rule, in_flight, first, target_BKV, ahead_B=state.ahead_B, draws=draws)
-            return rule.at_most(found, most_B1, target_BKV, draws=draws), None
+            return found if most_B1 is None else rule.at_most(found, most_B1, target_BKV, draws=draws), None
 
         decision = self.verifier.decide(verdict, batch_size=flying_BA.shape[0])
         goes_on_B1 = decision.node_B1 > state.ahead_B[:, None]  # the next token is the first of the block that follows

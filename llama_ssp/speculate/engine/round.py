@@ -27,7 +27,7 @@ depth, V vocabulary, N uniforms of a round; L is a row's length.
 """
 
 from collections.abc import Callable, Collection, Hashable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -53,6 +53,11 @@ from llama_ssp.speculate.sampling.draft import POINT_MASS, Chain, Draft, Law, To
 from llama_ssp.speculate.sampling.trees import Tree
 from llama_ssp.speculate.sampling.uniforms import Draws, UniformTable
 from llama_ssp.types import Values
+
+_MOST_STAGES = 512
+"""Of a round, sets that are kept, so that a round need not make its stages."""
+Needs = tuple[bool | int, ...]
+"""The steps that rows with settings of their own need (`sampling.by_row.RowSteps`)."""
 
 
 class DraftChoice(NamedTuple):
@@ -110,6 +115,15 @@ class Stage(NamedTuple):
             behind=tuple(one for one in following.behind if one is not self),
             comm=self.comm,
         )
+
+
+class Stages(NamedTuple):
+    """The stages of a round: `verify` is `score` and `decide`. Nothing is drafted in plain decoding."""
+
+    draft: Stage | None
+    score: Stage
+    decide: Stage
+    verify: Stage
 
 
 class Executor:
@@ -170,6 +184,7 @@ class Round:
         self.masks = TokenMasks(self.max_tokens_per_round, target.vocab_size, target.device) if has_masks else None
         self.last_and_drafted_W = torch.arange(-1, num_draft_tokens, device=target.device)
         self.uniforms = UniformTable(num_draft_tokens, target.device)
+        self.stages = lru_cache(_MOST_STAGES)(self._make_stages)
         self._parts = [part for part in (target, taps, self.masks, *drafters) if part is not None]
         self._inputs_4M = torch.zeros(4, SHORT_PROMPTS[-1], dtype=torch.int64, device=target.device)
         if self.tree:
@@ -195,23 +210,24 @@ class Round:
         of drafted tokens that the next round verifies, if any.
         """
         clock.start()
+        leads = self._lead(constraints, choice) if constraints else (False, False)
+        needs = self.needs if self.steps else ()
+        stages = self.stages(choice, leads, needs, has_masks=bool(constraints), bucket=bucket)
         draft = Draft(state.tokens_BS[:, :0])  # plain decoding
-        behind: tuple[Stage, ...] = ()
-        if choice.num_tokens:
-            drafting = self.draft_stage(choice, *self._lead(constraints, choice), bucket=bucket)
-            draft, behind = executor.run(drafting, state), (drafting,)
+        if stages.draft:
+            draft = executor.run(stages.draft, state)
             clock.add("draft")
             if isinstance(draft.num_B1, Tensor) and not constraints and self._reads_ends(executor):
                 draft = draft.first(min(int(draft.num_B1.max()), choice.num_tokens))
-        scoring, deciding = self._verify_stages(choice, draft, behind, has_masks=bool(constraints), bucket=bucket)
+                stages = self.stages(choice._replace(num_tokens=draft.num_tokens), leads, needs, bucket=bucket)
         if constraints and self.masks:  # which the host makes while the target reads
             own = self.verifier.rows_with_masks(len(constraints))
-            drafted = Drafted.of(draft, self.verifier.comm) if own.start < own.stop and draft.num_tokens else None
-            logits_BWV = executor.run(scoring, state, draft)
+            drafted = Drafted.of(draft, self.verifier.comm) if own.start < own.stop and stages.draft else None
+            logits_BWV = executor.run(stages.score, state, draft)
             self.masks.fill(own, constraints, drafted)
-            result = executor.run(deciding, state, draft, logits_BWV)
+            result = executor.run(stages.decide, state, draft, logits_BWV)
         else:
-            result = executor.run(scoring.then(deciding, "verify"), state, draft)
+            result = executor.run(stages.verify, state, draft)
         clock.add("verify")
         return result, POINT_MASS
 
@@ -224,23 +240,38 @@ class Round:
 
         Returns whether it has masks, and whether tokens are forced.
         """
-        if not constraints:
-            return False, False
         assert self.masks, "a batch whose rows may have constraints"
         if heeds := heeds_masks(self.drafters[choice.source]):
             self.masks.begin(self.verifier.own_rows(len(constraints)), constraints)
         return heeds, not (heeds and self.masks.follows_drafts) and self.masks.force(constraints, choice.num_tokens)
 
-    def draft_stage(
-        self, choice: DraftChoice, has_masks: bool = False, is_forced: bool = False, *, bucket: int
-    ) -> Stage:
+    def _make_stages(
+        self,
+        choice: DraftChoice,
+        leads: tuple[bool, bool] = (False, False),
+        needs: Needs = (),
+        *,
+        has_masks: bool = False,
+        bucket: int,
+    ) -> Stages:
+        """The stages of rounds; `leads` says whether drafts have masks, and forced tokens."""
+        number, drafting = choice.num_tokens, tuple[Stage, ...]()
+        if number:
+            drafting = (self._draft_stage(choice, *leads, needs=needs, bucket=bucket),)
+        scores_behind = drafting if self.tree else ()  # a chain stands in the batch
+        scoring = self._of_target("score", self._score, number, bucket=bucket, behind=scores_behind)
+        arguments = number, self.longest(choice), has_masks
+        deciding = self._of_target("decide", self._decide, *arguments, needs=needs, behind=(*drafting, scoring))
+        return Stages(next(iter(drafting), None), scoring, deciding, scoring.then(deciding, "verify"))
+
+    def _draft_stage(self, choice: DraftChoice, *leads: bool, needs: Needs, bucket: int) -> Stage:
         """Extend every row by `choice.num_tokens` drafted tokens; returns the draft."""
         return self._stage(
             "draft",
             self._draft,
             choice,
-            has_masks,
-            is_forced,
+            *leads,
+            needs=needs,
             bucket=bucket,
             reads=(self.drafters, self.last_and_drafted_W, self.masks),
             repeats=self.drafters[choice.source].repeats_operators,
@@ -264,16 +295,6 @@ class Round:
             places_BK = rows.lengths_B[:, None] + self.last_and_drafted_W[1 : number + 1]
             rows.tokens_BS.scatter_(1, places_BK, draft.ids_BK)
         return draft
-
-    def _verify_stages(
-        self, choice: DraftChoice, draft: Draft, behind: Sequence[Stage], *, has_masks: bool, bucket: int
-    ) -> tuple[Stage, Stage]:
-        """Score a draft with the target; then verify and commit it. A chain stands in the batch already."""
-        number = draft.num_tokens
-        behind_scores = behind if self.tree else ()
-        scoring = self._of_target("score", self._score, number, bucket=bucket, behind=behind_scores, draws=False)
-        arguments = number, self.longest(choice), has_masks
-        return scoring, self._of_target("decide", self._decide, *arguments, behind=(*behind, scoring))
 
     def _score(self, num_tokens: int, bucket: int, state: BatchState, draft: Draft) -> Tensor:
         """The target's logits after the last token and each drafted one."""
@@ -374,9 +395,10 @@ class Round:
 
     def _draws(self, state: BatchState, draft: Draft) -> Draws:
         """The draws of a round; certain tokens are verified by the draws of plain decoding, at every depth."""
-        draws = self.uniforms.split(state.uniforms(), draft.num_tokens)
-        if draft.num_tokens and draft.is_certain and not self.verifier.rule.takes_best:
-            depth = self.tree.depth if self.tree else draft.num_tokens
+        num_tokens = draft.num_tokens
+        draws = self.uniforms.split(state.uniforms(), num_tokens)
+        if num_tokens and draft.is_certain and not self.verifier.rule.takes_best:
+            depth = self.tree.depth if self.tree else num_tokens
             draws = draws._replace(plain_BTP=state.plain_uniforms(depth + 1))
         return draws
 
@@ -385,41 +407,34 @@ class Round:
         forced = self.verifier.forced if draft.num_tokens else None
         return forced.lengths(state.lengths_B - state.prompt_lengths_B) if forced else None
 
-    def _of_target(
-        self,
-        name: str,
-        function: Callable[..., Any],
-        *arguments: Hashable,
-        bucket: int = 0,
-        behind: Sequence[Stage] = (),
-        draws: bool = True,
-    ) -> Stage:
+    def _of_target(self, name: str, function: Callable[..., Any], *arguments: Hashable, **how: Any) -> Stage:
         of_trees = (self.tree, self._nodes, self._steps_D) if self.tree else ()
         reads = (self.target, self.verifier, self.last_and_drafted_W, self.taps, self.masks, *of_trees)
-        repeats = self.target.repeats_operators
-        how: Any = {"reads": reads, "repeats": repeats, "behind": behind, "draws": draws}
-        return self._stage(name, function, *arguments, bucket=bucket, **how)
+        return self._stage(name, function, *arguments, reads=reads, repeats=self.target.repeats_operators, **how)
 
     def _stage(
         self,
         name: str,
         function: Callable[..., Any],
         *arguments: Hashable,
+        needs: Needs = (),
         bucket: int = 0,
         reads: Sequence[object],
         repeats: bool,
         behind: Sequence[Stage] = (),
-        draws: bool = True,
     ) -> Stage:
         """Make a stage of a function of these arguments, its bucket if it reads a cache, the batch and values.
 
-        All that decides which operators the function calls is among its arguments, or the steps that rows need now if
-        it draws.
+        All that decides which operators the function calls is among its arguments, or what rows need if it draws.
         """
-        needs = (*vars(self.steps).values(),) if self.steps and draws else ()
         given = (*arguments, bucket) if bucket else arguments
         operators = function, arguments, needs
         return Stage(name, partial(function, *given), operators, bucket, reads, repeats, (*behind,), self.verifier.comm)
+
+    @property
+    def needs(self) -> Needs:
+        """What the settings of rows need now; empty if all rows have the settings of the run."""
+        return tuple(vars(self.steps).values()) if self.steps else ()
 
     def longest(self, choice: DraftChoice) -> int | None:
         """The longest rows that a round drafts for, which decodes longer ones plainly; None for all.

@@ -115,25 +115,24 @@ class Verifier:
         `Rule.at_most`. `forced_B1` tokens are accepted whatever the target says, if it is given. With a split, each
         rank decides for its own rows, and any rank can ask to stop.
         """
+        given = draft.ids_BK, logits_BTV, context, bits_BTX, draws, most_B1, forced_B1
 
         def find(own: slice | None) -> tuple[Verdict, Tensor | None]:
-            def of_rows(part: Any) -> Any:  # noqa: ANN401 - a tensor or None
-                return part if own is None or part is None else part[own]
-
-            logits, bits = of_rows(logits_BTV), of_rows(bits_BTX)
-            before, drawn = context and Context(*map(of_rows, context)), Draws(*map(of_rows, draws))
-            of_draft = draft._replace(ids_BK=of_rows(draft.ids_BK))  # with a split, its law is of these rows alone
+            of_rows: tuple[Any, ...] = given if own is None else tuple(_of_rows(part, own) for part in given)
+            ids, logits, before, bits, drawn, most, forced = of_rows
+            drafted, nothing_BT = draft._replace(ids_BK=ids), None  # with a split, its law is of these rows alone
             if bits is None:
-                target, nothing_BT = self.rule.process(logits, before), None
+                target = self.rule.process(logits, before)
             else:
                 is_forbidden = forbidden(bits, self.rule.shard.ids(logits.shape[-1]))
                 target, nothing_BT = self.rule.process_allowed(logits, before, is_forbidden)
-            verdict = self.rule.verify(of_draft, target, draws=drawn)
-            if forced_B1 is not None:
-                verdict = self.rule.accepting(of_rows(forced_B1), target, draws=drawn)
-            verdict = self.rule.at_most(verdict, of_rows(most_B1), target, draws=drawn)
+            verdict = self.rule.verify(drafted, target, draws=drawn)
+            if forced is not None:
+                verdict = self.rule.accepting(forced, target, draws=drawn)
+            if most is not None:
+                verdict = self.rule.at_most(verdict, most, target, draws=drawn)
             if nothing_BT is not None:  # the best token of none may be the drafted one
-                verdict = verdict._replace(node_B1=of_draft.nodes.until(nothing_BT, verdict.node_B1))
+                verdict = verdict._replace(node_B1=drafted.nodes.until(nothing_BT, verdict.node_B1))
             return verdict, nothing_BT
 
         return self.decide(find, batch_size=len(draft.ids_BK))
@@ -143,13 +142,12 @@ class Verifier:
 
         With masks, `find` also returns the places (B, T) that leave no token.
         """
+        if self.comm.size == 1:
+            return self._decision(*find(None))
         own = self.rows_with_masks(batch_size)
         packed_R3 = self._flags_11.new_empty(0 if self._split else batch_size, 3)
         if own.start < own.stop:
-            decision = self._decision(*find(own if self._split else None))
-            if self.comm.size == 1:
-                return decision
-            packed_R3 = torch.cat(decision, dim=1)
+            packed_R3 = torch.cat(self._decision(*find(own if self._split else None)), dim=1)
         if self._split:
             return _unpacked(self._split.gather(packed_R3, batch_size=batch_size))
         return _unpacked(self.comm.broadcast(packed_R3, src=self.verify_rank))
@@ -164,3 +162,9 @@ class Verifier:
 
 def _unpacked(packed_B3: Tensor) -> Decision:
     return Decision(*packed_B3.split(1, dim=1))
+
+
+def _of_rows(part: Any, rows: slice) -> Any:  # noqa: ANN401 - None, a tensor or a tuple of tensors
+    if part is None or isinstance(part, Tensor):
+        return None if part is None else part[rows]
+    return type(part)(*[one[rows] for one in part])

@@ -3,18 +3,17 @@
 The settings of a row are numbers in the batch's tensors: a round does the same operators whatever they are. Greedy rows
 are a law too: probability 1 at the best token, which every rule then drafts, accepts and draws.
 
-    settings of a row   | 1 / temperature | top_k | top_p | min_p | 3 penalties | least | M ids | M biases | E ends |
+    settings of a row   | 1 / temperature | filters | penalties | least | M ids | M biases | E ends |     0 where off
 
 What a row's settings leave out changes no bit of its probabilities, so its text is as in a batch of its own. Sorting
 a vocabulary and counting tokens cost time: rounds do so only while a row needs it, and only for as many rows
 (`RowSteps`). Which rows these are, the device finds out from their settings, so that a graph serves any of them. Each
 graph takes memory, and 0.1 s of all rows to capture, so that rounds that are graphs have few sets of steps:
 
-    steps    none | greedy rows, limits | these, and top-k, top-p, min-p | these, and penalties, biases, bans
-    rows             all                  2, 16, ..., all                  2, 16, ..., all
+    steps    none | greedy rows, limits | these, and filters | these, and penalties, biases, bans
+    rows             all                  2, 16, ..., all      2, 16, ..., all
 
-Shapes: B sequences, R some of them, T scored positions, V vocabulary, X settings of a row, M biases, S logits in
-descending order.
+Shapes: B sequences, R some of them, T scored positions, V vocabulary, X settings of a row, M biases.
 """
 
 from collections.abc import Sequence
@@ -24,14 +23,20 @@ import torch
 from torch import Tensor
 
 from llama_ssp.architectures.engine import ROWS_WITH_STEPS
+from llama_ssp.settings.processors import filters, numbers_of, penalties
 from llama_ssp.settings.schema import MOST_BIASES, SamplingConfig
-from llama_ssp.speculate.sampling.context import Context, count_tokens
-from llama_ssp.speculate.sampling.processors import own_operator, scale_of
+from llama_ssp.speculate.sampling.context import Context, Counts
+from llama_ssp.speculate.sampling.processors import Candidates, own_operator, scale_of
 
-_NUM_NUMBERS, _MOST_KEPT = 8, 2**31
+_LARGEST = 2**31
+"""Numbers above it, as of top-k, are this."""
+_FILTERS = slice(1, 1 + len(filters()))
+_PENALTIES = slice(_FILTERS.stop, _FILTERS.stop + len(penalties()))
+_LEAST, _BIASES = _PENALTIES.stop, _PENALTIES.stop + 1
+"""Where the settings of a row are."""
 MOST_ENDS = 16
 """E: tokens that end the text of a row, and are banned from its first ones."""
-NUM_SETTINGS = _NUM_NUMBERS + 2 * MOST_BIASES + MOST_ENDS
+NUM_SETTINGS = _BIASES + 2 * MOST_BIASES + MOST_ENDS
 """X."""
 
 
@@ -40,14 +45,10 @@ def settings_of(sampling: SamplingConfig | None) -> list[float]:
     if sampling is None:
         return []
     missing = [0.0] * (MOST_BIASES - len(sampling.logit_bias))
+    numbers = {one.name: number for one, number in numbers_of(sampling, (*filters(), *penalties()))}
     return [
         scale_of(sampling.temperature) if sampling.temperature else 0.0,
-        min(sampling.top_k or 0, _MOST_KEPT),
-        sampling.top_p or 1.0,
-        sampling.min_p or 0.0,
-        sampling.repetition_penalty,
-        sampling.frequency_penalty,
-        sampling.presence_penalty,
+        *[min(numbers.get(one.name, 0.0), _LARGEST) for one in (*filters(), *penalties())],
         sampling.min_new_tokens or 0,
         *sampling.logit_bias,
         *missing,
@@ -85,7 +86,7 @@ class RowSteps:
         self.limits = limits
         if few:
             self.has_greedy = self.limits = self.has_greedy or limits
-        self.most = next((most for most in (0, *ROWS_WITH_STEPS) if number <= most), _MOST_KEPT)
+        self.most = next((most for most in (0, *ROWS_WITH_STEPS) if number <= most), _LARGEST)
 
 
 class ByRow:
@@ -101,12 +102,11 @@ class ByRow:
     def __call__(self, logits_BTV: Tensor, context: Context) -> Tensor:
         """See the class; also NaN in a row with NaN."""
         logits_BTV = logits_BTV.to(torch.promote_types(logits_BTV.dtype, torch.float32))
-        numbers_XB11 = context.sampling_BX.T[:_NUM_NUMBERS, :, None, None]
         if self.steps.penalizes:
             rows_R = _rows(_is_penalized(context.sampling_BX), self.steps.most)
             some = context if rows_R is None else Context(*(part.index_select(0, rows_R) for part in context))
             logits_BTV = _put(logits_BTV, rows_R, _penalized(_some(logits_BTV, rows_R), some))
-        scale_B11 = numbers_XB11[0].to(logits_BTV.dtype)
+        scale_B11 = context.sampling_BX[:, 0, None, None].to(logits_BTV.dtype)
         if self.steps.has_greedy:
             is_greedy_B11 = scale_B11 == 0
             scale_B11 = scale_B11.masked_fill(is_greedy_B11, 1.0)
@@ -114,11 +114,9 @@ class ByRow:
         own = own_operator("softmax", scaled_BTV)
         probs_BTV = own(scaled_BTV.flatten(0, 1), scale=1.0).view_as(scaled_BTV) if own else scaled_BTV.softmax(-1)
         if self.steps.truncates:
-            top_k_B, top_p_B, min_p_B = context.sampling_BX.T[1:4]
-            is_cut_B = (top_k_B > 0) | ((top_p_B > 0) & (top_p_B < 1)) | (min_p_B > 0)
-            rows_R = _rows(is_cut_B, self.steps.most)
-            numbers_3R11 = numbers_XB11[1:4] if rows_R is None else numbers_XB11[1:4].index_select(1, rows_R)
-            some_RTV = _truncated(_some(probs_BTV, rows_R), _some(scaled_BTV, rows_R), *numbers_3R11)
+            numbers_BF = context.sampling_BX[:, _FILTERS]
+            rows_R = _rows((numbers_BF != 0).any(1), self.steps.most)
+            some_RTV = _filtered(_some(probs_BTV, rows_R), _some(scaled_BTV, rows_R), _some(numbers_BF, rows_R))
             probs_BTV = _put(probs_BTV, rows_R, some_RTV)
         if not self.steps.has_greedy:
             return probs_BTV
@@ -132,8 +130,8 @@ def _rows(needs_B: Tensor, most: int) -> Tensor | None:
     return needs_B.to(torch.uint8).sort(descending=True, stable=True).indices[:most] if most < len(needs_B) else None
 
 
-def _some(part_BTV: Tensor, rows_R: Tensor | None) -> Tensor:
-    return part_BTV if rows_R is None else part_BTV.index_select(0, rows_R)
+def _some(part: Tensor, rows_R: Tensor | None) -> Tensor:
+    return part if rows_R is None else part.index_select(0, rows_R)
 
 
 def _put(whole_BTV: Tensor, rows_R: Tensor | None, some_RTV: Tensor) -> Tensor:
@@ -142,30 +140,26 @@ def _put(whole_BTV: Tensor, rows_R: Tensor | None, some_RTV: Tensor) -> Tensor:
 
 def _is_penalized(sampling_BX: Tensor) -> Tensor:
     """Rows with a penalty, a ban or a bias; vacant rows have zeros there."""
-    repetition_B, frequency_B, presence_B, least_B = sampling_BX.T[4:_NUM_NUMBERS]
-    has_penalty_B = ((repetition_B != 1) & (repetition_B != 0)) | (frequency_B != 0) | (presence_B != 0)
-    has_bias_B = (sampling_BX[:, _NUM_NUMBERS + MOST_BIASES : -MOST_ENDS] != 0).any(1)
-    found_B: Tensor = has_bias_B | has_penalty_B | (least_B > 0)
+    has_number_B = (sampling_BX[:, _PENALTIES.start : _BIASES] != 0).any(1)
+    has_bias_B = (sampling_BX[:, _BIASES + MOST_BIASES : -MOST_ENDS] != 0).any(1)
+    found_B: Tensor = has_bias_B | has_number_B
     return found_B
 
 
 def _penalized(logits_BTV: Tensor, context: Context) -> Tensor:
-    penalties_4B11 = context.sampling_BX.T[4:_NUM_NUMBERS, :, None, None]
     vocab_size, dtype = logits_BTV.shape[-1], logits_BTV.dtype
-    ids_BM, biases_BM = context.sampling_BX[:, _NUM_NUMBERS:-MOST_ENDS].split(MOST_BIASES, dim=1)
+    ids_BM, biases_BM = context.sampling_BX[:, _BIASES:-MOST_ENDS].split(MOST_BIASES, dim=1)
     is_known_BM = ids_BM < vocab_size  # a draft may know fewer
     ids_B1M, biases_B1M = ((part_BM * is_known_BM)[:, None] for part_BM in (ids_BM, biases_BM))
     shape = *logits_BTV.shape[:2], MOST_BIASES
     logits_BTV = logits_BTV.scatter_add(-1, ids_B1M.long().expand(shape), biases_B1M.to(dtype).expand(shape))
-    repetition, frequency, presence, least = penalties_4B11.to(dtype)
-    first_B = context.prompt_lengths_B
-    is_there_BTV = count_tokens(context, torch.zeros_like(first_B), vocab_size=vocab_size) > 0
-    scaled_BTV = torch.where(logits_BTV < 0, logits_BTV * repetition, logits_BTV / repetition)
-    logits_BTV = torch.where(is_there_BTV, scaled_BTV, logits_BTV)
-    counts_BTV = count_tokens(context, first_B, vocab_size=vocab_size).to(dtype)
-    found_BTV: Tensor = logits_BTV - frequency * counts_BTV - presence * (counts_BTV > 0)
-    is_first_BT1 = (context.last_BT + 1 - first_B[:, None])[..., None] < least
-    return found_BTV.masked_fill(_ends(context, vocab_size) & is_first_BT1, float("-inf"))
+    counts = Counts(context, range(vocab_size), vocab_size=vocab_size)
+    for one, number_B in zip(penalties(), context.sampling_BX[:, _PENALTIES].unbind(1), strict=True):
+        neutral_B = number_B.masked_fill(number_B == 0, one.off) if one.off else number_B
+        logits_BTV = one.change(logits_BTV, counts, neutral_B[:, None, None].to(dtype))
+    least_B11 = context.sampling_BX[:, _LEAST, None, None]
+    is_first_BT1 = (context.last_BT + 1 - context.prompt_lengths_B[:, None])[..., None] < least_B11
+    return logits_BTV.masked_fill(_ends(context, vocab_size) & is_first_BT1, float("-inf"))
 
 
 def _ends(context: Context, vocab_size: int) -> Tensor:
@@ -176,21 +170,11 @@ def _ends(context: Context, vocab_size: int) -> Tensor:
     return counts_BV.scatter_add_(1, ids_BE * is_known_BE, is_known_BE.to(torch.float32))[:, None] > 0
 
 
-def _truncated(probs_BTV: Tensor, scaled_BTV: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """Keep the tokens of top-k, then top-p, then min-p, in rows that have them; see `processors.processor`."""
-
-    def kept(is_kept_BTV: Tensor, is_on_B11: Tensor) -> Tensor:
-        left_BTV = probs_BTV * is_kept_BTV
-        return torch.where(is_on_B11, left_BTV / left_BTV.sum(-1, keepdim=True), probs_BTV)
-
-    largest_BTS, ids_BTS = scaled_BTV.sort(descending=True)
-    last_B11 = top_k.long().clamp(1, scaled_BTV.shape[-1]) - 1
-    least_BT1 = largest_BTS.gather(-1, last_B11.expand(*scaled_BTV.shape[:2], 1))
-    probs_BTV = kept(scaled_BTV >= least_BT1, top_k > 0)
-    probs_BTS = probs_BTV.gather(-1, ids_BTS)
-    del ids_BTS  # they take most of the memory
-    mass_before_BTS = probs_BTS.cumsum(-1, dtype=torch.float64).sub_(probs_BTS)
-    num_kept_BT1 = (mass_before_BTS < top_p).sum(-1, keepdim=True).clamp_min(1)
-    probs_BTV = kept(scaled_BTV >= largest_BTS.gather(-1, num_kept_BT1 - 1), top_p < 1)
-    least_BT1 = min_p.to(probs_BTV.dtype) * probs_BTV.amax(-1, keepdim=True)
-    return kept(probs_BTV >= least_BT1, min_p > 0)
+def _filtered(probs_BTV: Tensor, scaled_BTV: Tensor, numbers_BF: Tensor) -> Tensor:
+    """The probabilities that the filters leave in rows that have them; see `processors.processor`."""
+    found = Candidates(scaled_BTV, probs_BTV)
+    for one, number_B in zip(filters(), numbers_BF.unbind(1), strict=True):
+        number_B11 = number_B[:, None, None]
+        left_BTV = found.probs * one.keep(found, number_B11)
+        found.probs = torch.where(number_B11 != 0, left_BTV / left_BTV.sum(-1, keepdim=True), found.probs)
+    return found.probs

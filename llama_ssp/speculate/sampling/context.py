@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from llama_ssp.settings.processors import numbers_of, penalties
 from llama_ssp.settings.schema import SamplingConfig
 from llama_ssp.speculate.sampling.shards import WHOLE, Shard
 
@@ -87,8 +88,9 @@ class _Changes:
         sampling, ids = self._sampling, self._shard.ids(logits_BTV.shape[-1])
         if sampling.logit_bias:
             logits_BTV = self._biased(logits_BTV, ids)
-        if (sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty) != (1.0, 0.0, 0.0):
-            logits_BTV = self._counted(logits_BTV, context, ids)
+        counts = Counts(context, ids, vocab_size=self._shard.num_of_all(logits_BTV.shape[-1]))
+        for one, number in numbers_of(sampling, penalties()):
+            logits_BTV = one.change(logits_BTV, counts, number)
         if sampling.bad_ids or (sampling.eos_ids and sampling.min_new_tokens):
             logits_BTV = self._banned(logits_BTV, context, ids)
         return logits_BTV
@@ -101,28 +103,6 @@ class _Changes:
                 if token in ids:  # a draft may know fewer
                     self._biases[key][token - ids.start].fill_(bias)
         return logits_BTV + self._biases[key]
-
-    def _counted(self, logits_BTV: Tensor, context: Context, ids: range) -> Tensor:
-        """Apply the penalties that count tokens.
-
-        Source: Keskar et al. 2019, arXiv:1909.05858 (repetition, over prompt and text as in transformers);
-            frequency and presence penalties as in OpenAI's API and vLLM, counted over the text without its prompt.
-        """
-        sampling, own, first_B = self._sampling, slice(ids.start, ids.stop), context.prompt_lengths_B
-        repetition, frequency, presence = (
-            sampling.repetition_penalty,
-            sampling.frequency_penalty,
-            sampling.presence_penalty,
-        )
-        vocab_size = self._shard.num_of_all(logits_BTV.shape[-1])
-        if repetition != 1.0:
-            is_known_BTV = count_tokens(context, torch.zeros_like(first_B), vocab_size=vocab_size)[..., own] > 0
-            scaled_BTV = torch.where(logits_BTV < 0, logits_BTV * repetition, logits_BTV / repetition)
-            logits_BTV = torch.where(is_known_BTV, scaled_BTV, logits_BTV)
-        if frequency or presence:
-            counts_BTV = count_tokens(context, first_B, vocab_size=vocab_size)[..., own].to(logits_BTV.dtype)
-            logits_BTV = logits_BTV - frequency * counts_BTV - presence * (counts_BTV > 0)
-        return logits_BTV
 
     def _banned(self, logits_BTV: Tensor, context: Context, ids: range) -> Tensor:
         """Bad words are never completed, and no end-of-sequence token is among the first new tokens."""
@@ -139,6 +119,27 @@ class _Changes:
             if token in ids:  # a draft may know fewer
                 logits_BTV[..., token - ids.start].masked_fill_(where_BT, float("-inf"))
         return logits_BTV
+
+
+class Counts:
+    """How often the tokens of `ids` stand before each scored position (`settings.processors.Counts`), counted once."""
+
+    def __init__(self, context: Context, ids: range, *, vocab_size: int) -> None:
+        self._context, self._own, self._vocab_size = context, slice(ids.start, ids.stop), vocab_size
+        self._of_text: Tensor | None = None
+
+    def of_text(self) -> Tensor:
+        """In the text without its prompt: fp32 (B, T, V)."""
+        if self._of_text is None:
+            self._of_text = self._counted(self._context.prompt_lengths_B)
+        return self._of_text
+
+    def of_all(self) -> Tensor:
+        """In prompt and text: fp32 (B, T, V)."""
+        return self._counted(torch.zeros_like(self._context.prompt_lengths_B))
+
+    def _counted(self, first_B: Tensor) -> Tensor:
+        return count_tokens(self._context, first_B, vocab_size=self._vocab_size)[..., self._own]
 
 
 def count_tokens(context: Context, first_B: Tensor, *, vocab_size: int) -> Tensor:

@@ -1,8 +1,8 @@
 """Turns logits into probabilities and draws one token per row from two uniforms.
 
-The processors run in the order temperature, top-k, top-p, min-p, and keep the same tokens as the warpers of
-transformers. Ties: logits equal to the smallest kept one are kept too (transformers' top-p keeps the ones that its
-sort puts last).
+The temperature comes first, then the filters (`settings.processors`) in their order, which keep the same tokens as the
+warpers of transformers. Ties: logits equal to the smallest kept one are kept too (transformers' top-p keeps the ones
+that its sort puts last).
 
 Shapes: B sequences, V vocabulary, P = 2 uniforms per draw, C blocks of M tokens, S logits sorted in descending order;
 `...` stands for any leading dimensions.
@@ -17,6 +17,7 @@ from torch.nn.functional import pad
 
 from llama_ssp.architectures.matrices import tokens_of_a_block
 from llama_ssp.registry import operators
+from llama_ssp.settings.processors import filters, numbers_of
 from llama_ssp.settings.schema import SamplingConfig
 
 # Weights become multiples of 2^-62; their sums are below 2, so they fit into int64 and are exact in any order.
@@ -34,45 +35,60 @@ def processor(sampling: SamplingConfig, *, breaks_ties: bool = False) -> Callabl
     Returns a function from logits (..., V), left unchanged, to probabilities (..., V) in fp32, or fp64 for logits in
     fp64. A logit of minus infinity has probability 0. With `breaks_ties`, top-k leaves exactly k tokens, so some of the
     equal ones. A draft may do so, since verification is exact whatever it draws from.
-
-    Source: Fan et al. 2018, arXiv:1805.04833 (top-k); Holtzman et al. 2020, arXiv:1904.09751 (top-p);
-        Minh et al. 2024, arXiv:2407.01082 (min-p).
     """
-    temperature, top_k, min_p = sampling.temperature, sampling.top_k, sampling.min_p
-    top_p = None if sampling.top_p == 1.0 else sampling.top_p
-    assert temperature > 0
+    asked = numbers_of(sampling, filters())
+    reads_logits = any(one.reads_logits for one, _ in asked)
+    assert sampling.temperature > 0
 
     def process(logits: Tensor) -> Tensor:
         vocab_size = logits.shape[-1]
-        if top_k is top_p is None and (own := own_operator("softmax", logits)):
-            probs = own(logits.reshape(-1, vocab_size), scale=scale_of(temperature)).view(logits.shape)
+        if not reads_logits and (own := own_operator("softmax", logits)):
+            probs = own(logits.reshape(-1, vocab_size), scale=scale_of(sampling.temperature)).view(logits.shape)
         else:
             dtype = torch.promote_types(logits.dtype, torch.float32)
-            logits = logits.to(dtype) * scale_of(temperature)
+            logits = logits.to(dtype) * scale_of(sampling.temperature)
             probs = torch.softmax(logits, dim=-1)
-        if top_k is not None or top_p is not None:
-            largest_S, ids_S = logits.topk(min(top_k, vocab_size)) if top_k else logits.sort(descending=True)
-        if top_k is not None:
-            is_kept = logits >= largest_S[..., -1:]
-            if breaks_ties:
-                is_kept = torch.zeros_like(is_kept).scatter_(-1, ids_S, 1)
-            probs = _keep(probs, is_kept)
-        if top_p is not None:
-            probs_S = probs.gather(-1, ids_S)
-            mass_before_S = probs_S.cumsum(-1, dtype=torch.float64) - probs_S
-            num_kept = (mass_before_S < top_p).sum(-1, keepdim=True)  # at least 1
-            probs = _keep(probs, logits >= largest_S.gather(-1, num_kept - 1))
-        if min_p is not None:
-            probs = _keep(probs, probs >= min_p * probs.amax(-1, keepdim=True))
-        return probs
+        if not asked:
+            return probs
+        found = Candidates(logits, probs, breaks_ties=breaks_ties)
+        for one, number in asked:
+            found.probs.mul_(one.keep(found, number))
+            found.probs.div_(found.probs.sum(-1, keepdim=True))
+        return found.probs
 
     return process
 
 
-def _keep(probs: Tensor, is_kept: Tensor) -> Tensor:
-    """Zero the probabilities of all other tokens and renormalise, in place."""
-    probs.mul_(is_kept)
-    return probs.div_(probs.sum(-1, keepdim=True))
+class Candidates:
+    """The tokens that filters choose from; see `settings.processors.Candidates`.
+
+    With `breaks_ties`, `first` leaves exactly as many tokens as a Python number says.
+    """
+
+    def __init__(self, logits: Tensor, probs: Tensor, *, breaks_ties: bool = False) -> None:
+        self.logits, self.probs, self._breaks_ties = logits, probs, breaks_ties
+        self._largest_S: Tensor | None = None
+        self._ids_S: Tensor | None = None
+
+    def first(self, number: float | Tensor) -> Tensor:
+        """Whether a token is among the `number` most probable ones; others with an equal logit are too."""
+        if isinstance(number, Tensor):
+            if self._largest_S is None:
+                self._largest_S, self._ids_S = self.logits.sort(descending=True)
+            last = number.long().clamp(1, self._largest_S.shape[-1]) - 1
+            return self.logits >= self._largest_S.gather(-1, last.expand(*self.logits.shape[:-1], 1))
+        self._largest_S, self._ids_S = self.logits.topk(min(int(number), self.logits.shape[-1]))
+        if self._breaks_ties:
+            return torch.zeros_like(self.logits, dtype=torch.bool).scatter_(-1, self._ids_S, 1)
+        return self.logits >= self._largest_S[..., -1:]
+
+    def mass_before(self) -> Tensor:
+        """The probability, fp64, of all tokens before each one, by descending logits."""
+        if self._ids_S is None:
+            self._largest_S, self._ids_S = self.logits.sort(descending=True)
+        probs_S = self.probs.gather(-1, self._ids_S)
+        self._ids_S = None  # they take most of the memory
+        return probs_S.cumsum(-1, dtype=torch.float64).sub_(probs_S)
 
 
 def draw(weights_BV: Tensor, uniforms_BP: Tensor, *, units: float = DRAW_UNITS) -> Tensor:

@@ -209,14 +209,12 @@ class Rule:
         uniforms_B1P = draws.plain_BTP.gather(1, places_B1[..., None].expand(-1, -1, draws.plain_BTP.shape[-1]))
         return self.plain(target_BTV.gather(1, index_B1V), uniforms_B1P, lengths_B1)
 
-    def at_most(self, verdict: Verdict, most_B1: Tensor | None, target_BTV: Tensor, *, draws: Draws) -> Verdict:
-        """Accept no more than `most_B1` tokens of a chain, nothing of a tree where that is 0; None changes nothing.
+    def at_most(self, verdict: Verdict, most_B1: Tensor, target_BTV: Tensor, *, draws: Draws) -> Verdict:
+        """Accept no more than `most_B1` tokens of a chain, nothing of a tree where that is 0.
 
         A row that would accept as many draws its next token as plain decoding does. So it is lossless: the text up to
         there has the target's distribution, and whether more would pass no longer counts.
         """
-        if most_B1 is None:
-            return verdict
         at_most_B1 = self.accepting(most_B1.clamp_max(target_BTV.shape[1] - 1), target_BTV, draws=draws)
         return verdict.where(verdict.node_B1 >= most_B1, at_most_B1)
 

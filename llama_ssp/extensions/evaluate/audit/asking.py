@@ -33,6 +33,7 @@ from llama_ssp.extensions.evaluate.audit.texts import Answered, TextReader
 from llama_ssp.run.requests import PromptRequest
 from llama_ssp.run.session import Session
 from llama_ssp.settings.fields import with_value
+from llama_ssp.settings.processors import filters, penalties
 from llama_ssp.settings.schema import SamplingConfig
 from llama_ssp.types import Parsed
 
@@ -47,12 +48,8 @@ _OF_TEMPERATURE = 0.2
 MOST_END, MOST_READ = 200, 400_000
 """Texts at the end of the context, and tokens that the server reads for them."""
 _OF_BODY: dict[str, Any] = {
-    "top_k": None,
-    "top_p": None,
-    "min_p": None,
-    "repetition_penalty": 1.0,
-    "frequency_penalty": 0.0,
-    "presence_penalty": 0.0,
+    **{one.name: None for one in filters()},
+    **{one.name: one.off for one in penalties()},
     "logit_bias": {},
     "min_new_tokens": None,
 }
@@ -61,9 +58,7 @@ _EXTRAS: dict[str, Any] = {
     "return_token_ids": True,
     "return_tokens_as_token_ids": True,
     "logprobs": 20,
-    "top_k": -1,
-    "top_p": 1.0,
-    "min_p": 0.0,
+    **{one.name: [one.off, *one.also_off][-1] for one in filters() if one.audited is not None},
 }
 """Fields of all requests, as far as the server takes them: some servers truncate unless told otherwise."""
 _FEWER_LOGPROBS = 5

@@ -10,6 +10,7 @@ from llama_ssp.errors import unknown_name
 from llama_ssp.settings.commands import Command
 from llama_ssp.settings.constraints import constraint_asked
 from llama_ssp.settings.fields import made, setting
+from llama_ssp.settings.processors import filters, penalties
 from llama_ssp.settings.schema import RunConfig, TaskConfig
 from llama_ssp.settings.tasks import NoEffect, TaskSpec
 
@@ -30,12 +31,7 @@ TEMPERATURE, ROUNDED = "temperature", (0.2, 0.3)
 """Of the setting below, what it is if a server rounds it to one decimal."""
 PROCESSORS = {
     TEMPERATURE: 0.25,
-    "top_k": 3,
-    "top_p": 0.5,
-    "min_p": 0.2,
-    "repetition_penalty": 2.0,
-    "frequency_penalty": 2.0,
-    "presence_penalty": 2.0,
+    **{one.name: one.audited for one in (*filters(), *penalties()) if one.audited is not None},
 }
 """Settings that are asked for one at a time, besides biases and the end of a text."""
 BIASES, MIN_TOKENS = "logit_bias", "min_tokens"
