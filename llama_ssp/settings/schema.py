@@ -137,6 +137,7 @@ class SamplingConfig:
     top_k: int | None = setting(None, "only the k most probable tokens.")
     top_p: float | None = setting(None, "only the most probable tokens that hold this much probability.")
     min_p: float | None = setting(None, "only tokens with at least this share of the highest probability.")
+    top_nsigma: float | None = setting(None, "only tokens whose logits are within n standard deviations of the best.")
     repetition_penalty: float = setting(
         1.0, "above 1, tokens of prompt and text become less probable, as in transformers; 1 is off."
     )

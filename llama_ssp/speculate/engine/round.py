@@ -56,7 +56,7 @@ from llama_ssp.types import Values
 
 _MOST_STAGES = 512
 """Of a round, sets that are kept, so that a round need not make its stages."""
-Needs = tuple[bool | int, ...]
+Needs = tuple[Hashable, ...]
 """The steps that rows with settings of their own need (`sampling.by_row.RowSteps`)."""
 
 

@@ -64,24 +64,27 @@ class RowSteps:
     """Steps that the rows of a batch need now; the rules of one round, of target and drafts, share this object.
 
     Attributes:
-        truncates, penalizes: a row needs this step.
+        filters: the names of filters that a row needs; with `few`, of all if a row needs one.
+        penalizes: a row needs a penalty, a bias or a ban.
         has_greedy: a row is greedy, or needs another step, which costs more than the one for greedy rows.
         most: at least the rows that truncate, and the rows that are penalized: one of few numbers.
         limits: a row takes fewer drafted tokens than others.
     """
 
     has_greedy: bool = False
-    truncates: bool = False
+    filters: frozenset[str] = frozenset()
     penalizes: bool = False
     most: int = 0
     limits: bool = False
 
     def follow(self, samplings: Sequence[SamplingConfig], *, limits: bool, few: bool = False) -> None:
         """Take the steps that these settings of rows need; with `few`, one of few sets that has them."""
-        num_truncated = sum(sampling.truncates for sampling in samplings)
+        filtered = [asked for sampling in samplings if (asked := numbers_of(sampling, filters()))]
         num_penalized = sum(sampling.penalizes for sampling in samplings)
-        number = max(num_truncated, num_penalized)
-        self.truncates, self.penalizes = (number if few else num_truncated) > 0, num_penalized > 0
+        number, self.penalizes = max(len(filtered), num_penalized), num_penalized > 0
+        self.filters = frozenset({one.name for asked in filtered for one, _ in asked})
+        if few and number:
+            self.filters = frozenset({one.name for one in filters()})
         self.has_greedy = number > 0 or not all(sampling.temperature for sampling in samplings)
         self.limits = limits
         if few:
@@ -113,11 +116,12 @@ class ByRow:
         scaled_BTV = logits_BTV * scale_B11
         own = own_operator("softmax", scaled_BTV)
         probs_BTV = own(scaled_BTV.flatten(0, 1), scale=1.0).view_as(scaled_BTV) if own else scaled_BTV.softmax(-1)
-        if self.steps.truncates:
+        if self.steps.filters:
             numbers_BF = context.sampling_BX[:, _FILTERS]
             rows_R = _rows((numbers_BF != 0).any(1), self.steps.most)
-            some_RTV = _filtered(_some(probs_BTV, rows_R), _some(scaled_BTV, rows_R), _some(numbers_BF, rows_R))
-            probs_BTV = _put(probs_BTV, rows_R, some_RTV)
+            found = Candidates(_some(scaled_BTV, rows_R), _some(probs_BTV, rows_R))
+            _filter(found, _some(numbers_BF, rows_R), self.steps.filters)
+            probs_BTV = _put(probs_BTV, rows_R, found.probs)
         if not self.steps.has_greedy:
             return probs_BTV
         best_BTV = probs_BTV * 0.0  # NaN stays
@@ -170,11 +174,10 @@ def _ends(context: Context, vocab_size: int) -> Tensor:
     return counts_BV.scatter_add_(1, ids_BE * is_known_BE, is_known_BE.to(torch.float32))[:, None] > 0
 
 
-def _filtered(probs_BTV: Tensor, scaled_BTV: Tensor, numbers_BF: Tensor) -> Tensor:
-    """The probabilities that the filters leave in rows that have them; see `processors.processor`."""
-    found = Candidates(scaled_BTV, probs_BTV)
+def _filter(found: Candidates, numbers_BF: Tensor, needed: frozenset[str]) -> None:
+    """Apply filters to the rows that have them; see `processors.processor`."""
     for one, number_B in zip(filters(), numbers_BF.unbind(1), strict=True):
-        number_B11 = number_B[:, None, None]
-        left_BTV = found.probs * one.keep(found, number_B11)
-        found.probs = torch.where(number_B11 != 0, left_BTV / left_BTV.sum(-1, keepdim=True), found.probs)
-    return found.probs
+        if one.name in needed:
+            number_B11 = number_B[:, None, None]
+            left_BTV = found.probs * one.keep(found, number_B11)
+            found.probs = torch.where(number_B11 != 0, left_BTV / left_BTV.sum(-1, keepdim=True), found.probs)

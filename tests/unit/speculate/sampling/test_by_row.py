@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from llama_ssp.architectures.engine import sets_of_steps
+from llama_ssp.settings.processors import filters
 from llama_ssp.settings.schema import SamplingConfig, VerificationConfig
 from llama_ssp.speculate.engine import batch_space
 from llama_ssp.speculate.engine.loop import Decoder, Decoding
@@ -33,9 +34,15 @@ MIXED = [
     SamplingConfig(temperature=1.5, frequency_penalty=0.5, presence_penalty=-0.25, min_new_tokens=2, eos_ids=(2,)),
     SamplingConfig(temperature=0.75, repetition_penalty=1.5, logit_bias={0: 1.5, 3: -0.5}, min_p=0.25),
     SamplingConfig(temperature=0.0, repetition_penalty=2.0, logit_bias={2: 0.25}),
+    SamplingConfig(temperature=1.25, top_nsigma=0.75, top_p=0.9),
 ]
 PROMPT = (3, 1, 1)
-ALL: Any = {"has_greedy": True, "truncates": True, "penalizes": True, "most": 1 << 30}
+ALL: Any = {
+    "has_greedy": True,
+    "filters": frozenset([one.name for one in filters()]),
+    "penalizes": True,
+    "most": 1 << 30,
+}
 """Steps for every row."""
 
 
@@ -98,7 +105,16 @@ def test_settings_of_the_neighbour_are_found_out() -> None:
 
 @pytest.mark.parametrize(
     "chosen",
-    [[1], [1, 1, 1], [0, 1, 1], [1, 2, 1, 1, 1], [1, 3, 4, 5, 6], [*range(8)], [7, 6, 5, 1, 1, 1], [2, 3, 1, 1]],
+    [
+        [1],
+        [1, 1, 1],
+        [0, 1, 1],
+        [1, 2, 1, 1, 1],
+        [1, 3, 4, 5, 6],
+        [*range(len(MIXED))],
+        [8, 7, 6, 5, 1, 1],
+        [2, 3, 1, 1],
+    ],
 )
 @pytest.mark.parametrize("num_vacant", [0, 3])
 @pytest.mark.parametrize("few", [False, True], ids=["as needed", "of graphs"])
@@ -198,7 +214,7 @@ def test_a_request_has_the_text_of_a_batch_of_its_own(lag: int) -> None:
     """Greedy rows have the text of greedy runs, and sampled ones that of a run with their seed and settings."""
     wanted = [
         replace(request, sampling=sampling, seed=100 + request.index, ignores_eos=request.index % 2 == 0)
-        for request, sampling in zip(requests(24), MIXED[1:], strict=True)
+        for request, sampling in zip(requests(24), (*MIXED[1:5], *MIXED[6:]), strict=True)
     ]
     greedy = [replace(one, index=7 + one.index, sampling=MIXED[0]) for one in wanted[:2]]
     whole = complete(served(batch_size=3, lag=lag), [*wanted, *greedy])
@@ -252,6 +268,7 @@ def test_extreme_settings_have_the_law_of_a_batch_of_their_own() -> None:
         *({"top_k": number} for number in (1, 2**31, 2**53 + 1, 2**63 - 1, 2**63, 2**70)),
         *({"top_p": share} for share in (1e-300, 1e-12, 1 - 2**-53, 1.0)),
         *({"min_p": share} for share in (1e-300, 1e-30, 1.0)),
+        *({"top_nsigma": number} for number in (1e-300, 0.5, 1e300)),
         *({"repetition_penalty": number} for number in (0.01, 100.0)),
         *({name: number} for name in ("frequency_penalty", "presence_penalty") for number in (-1e4, 1e4)),
         {"logit_bias": {0: 1e4, 1: -1e4}},

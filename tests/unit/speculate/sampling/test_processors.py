@@ -80,6 +80,7 @@ CHANGED: dict[str, Any] = {
     "top_k": 2,
     "top_p": 0.5,
     "min_p": 0.5,
+    "top_nsigma": 0.5,
     "repetition_penalty": 1.5,
     "frequency_penalty": 0.5,
     "presence_penalty": 0.5,
