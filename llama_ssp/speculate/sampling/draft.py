@@ -63,6 +63,8 @@ class Chain(NamedTuple):
             chosen_BT: the token that the target draws after each node, or its best one.
             weights_BT: the weights of these.
         """
+        if not ids_BK.shape[1]:
+            return Verdict(torch.zeros_like(chosen_BT), chosen_BT, weights_BT)
         node_B1 = (chosen_BT[:, :-1] == ids_BK).cumprod(1).sum(1, keepdim=True)
         return Verdict(node_B1, chosen_BT.gather(-1, node_B1), weights_BT.gather(-1, node_B1))
 
