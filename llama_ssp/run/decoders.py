@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -39,25 +39,26 @@ from llama_ssp.settings.drafters import (
     vocabulary_of,
 )
 from llama_ssp.settings.layout import Layout, lay_out
+from llama_ssp.settings.rounds import round_of
 from llama_ssp.settings.rules import AT_ZERO
 from llama_ssp.settings.schema import DeviceKind, DrafterConfig, RunConfig
 from llama_ssp.settings.tasks import task_of
 from llama_ssp.speculate.drafters.drafter import Drafter
-from llama_ssp.speculate.drafters.limited import DraftLimit
+from llama_ssp.speculate.drafters.limited import DraftLimit, LimitedDrafter
 from llama_ssp.speculate.drafters.maker import make_drafters, tree_of
-from llama_ssp.speculate.drafters.shared import AheadDrafter, BatchSplit
+from llama_ssp.speculate.drafters.shared import BatchSplit
 from llama_ssp.speculate.engine.completion import StopRequest
 from llama_ssp.speculate.engine.executors import make_executor
 from llama_ssp.speculate.engine.held import Reuse
 from llama_ssp.speculate.engine.loop import Decoder, RunSettings
 from llama_ssp.speculate.engine.masks import Constraint, constraint_of
-from llama_ssp.speculate.engine.overlap import OverlappedRound
-from llama_ssp.speculate.engine.round import Round
+from llama_ssp.speculate.engine.round import Executor, Round
 from llama_ssp.speculate.engine.state import Request
 from llama_ssp.speculate.engine.text import StopStrings
+from llama_ssp.speculate.engine.threads import Threads
 from llama_ssp.speculate.engine.verifier import Verifier
 from llama_ssp.speculate.sampling.by_row import RowSteps
-from llama_ssp.speculate.sampling.rules import ForcedLengths, make_rule
+from llama_ssp.speculate.sampling.rules import ForcedLengths, Rule, make_rule
 from llama_ssp.speculate.sampling.shards import WHOLE, Shard
 from llama_ssp.speculate.sampling.trees import verify_tree
 from llama_ssp.text.messages import key_of, said
@@ -383,85 +384,150 @@ def build_decoder(
 
     Raises ConfigError as `check_values`, whatever its caller has checked.
     """
-    mesh, device = models.mesh, models.target.device
-    is_open = config.device is DeviceKind.auto
-    check_values(replace(config, device=DeviceKind(device.type)) if is_open else config)
-    is_cut = len(mesh.layout.scoring_ranks) > 1 and not backend_of(config.placement.target.kind).by_library
-    split = BatchSplit(mesh.replica, mesh.layout.draft_ranks) if speculative and mesh.layout.splits_batch else None
-    tree = tree_of(config, device) if speculative else None
-    taps = models.make_taps(config.draft, num_drafted=config.most_draft_tokens) if speculative else None
-    kept = cache_of(config.draft) if speculative and models.head else None
-    of_trees = partial(verify_tree, tree) if tree else None
-    of_target, of_draft = _shards_of(models, config)
-    steps = RowSteps() if config.sampling.by_row else None
-    rule = make_rule(
-        config.sampling, config.verification, is_cut=is_cut, of_trees=of_trees, shard=of_target, steps=steps
-    )
-    drafters, limit = [], None
-    if speculative:
-        if models.draft_context:
-            limit = DraftLimit(models.draft_context, depth=tree.depth if tree else None)
-        drafters = make_drafters(
-            config,
-            mesh=mesh,
-            target=models.target,
-            runner=models.draft,
-            split=split,
-            taps=taps,
-            prepared=models.prepared,
-            shard=of_draft,
-            steps=steps,
-        )
-        _check_bits(drafters[0], models, config)
-    if lengths := config.speculation.forced_lengths if speculative else []:
-        _log.info("not lossless: speculation.forced_lengths=%s says what rounds accept", lengths)
-    verifier = Verifier(
-        rule,
-        comm=mesh.replica,
-        verify_rank=mesh.layout.verify_rank,
-        device=device,
-        split=split,
-        forced=ForcedLengths(lengths, device) if lengths else None,
-    )
-    has_masks = bool(config.sampling.by_row or constraint_asked(config.sampling))
-    if drafters and isinstance(drafters[0], AheadDrafter):
-        round_: Round = OverlappedRound(
-            models.target, drafters[0], verifier=verifier, limit=limit, holders=mesh.holders
-        )
-    else:
-        round_ = Round(
-            models.target,
-            *drafters,
-            verifier=verifier,
-            taps=taps,
-            tree=tree,
-            limit=limit,
-            has_masks=has_masks,
-            num_groups=config.placement.target.groups or 1,
-            holders=mesh.holders,
-        )
-    vocabulary = models.request_maker.vocabulary
-    constraint_of(config.sampling, vocabulary)  # refused before any text begins
-
-    def constrain(request: Request) -> Constraint | None:
-        return request.begin() if request.begin else constraint_of(request.sampling or config.sampling, vocabulary)
-
-    captures = config.cuda_graphs and not backend_of(config.placement.target.kind).by_library
-    # Nothing may fix the number of threads: the user, other ranks that wait, or bits that depend on it.
-    is_free = mesh.replica.size == 1 and not has_own_threads(mesh.world.size) and models.reuse.are_invariant
-    num_seen = kept.num_kept(config.draft) if kept else None
-    # A round after one without drafts reads taps again from before the last block.
-    num_tapped = None if num_seen is None else num_seen + config.most_draft_tokens + 1
+    device = DeviceKind(models.target.device.type)
+    check_values(replace(config, device=device) if config.device is DeviceKind.auto else config)
+    parts = _Parts(models, config, speculative=speculative)
     return Decoder(
-        round_,
+        parts.round,
         settings=run_settings(models, config, stop_request or StopRequest()),
-        executor=make_executor(round_, cuda_graphs=captures),
+        executor=parts.executor,
         batch_size=config.batch_size,
         eos_ids=() if config.ignore_eos else models.eos_ids,
-        reuse=replace(models.reuse, num_spare=config.spare_rows, num_tapped=num_tapped),
-        threads=operators.made("threads", device.type, torch.get_num_threads()) if is_free else None,
-        constrain=constrain if has_masks else None,
+        reuse=parts.reuse,
+        threads=parts.threads,
+        constrain=parts.constrain,
     )
+
+
+class _Parts:
+    """The parts of a decoder, each made by the record of what was asked for: of the draft, the rule, the round."""
+
+    def __init__(self, models: Models, config: RunConfig, *, speculative: bool) -> None:
+        self.models, self.config, self.speculative = models, config, speculative
+        self.mesh, self.device = models.mesh, models.target.device
+        self.backend = backend_of(config.placement.target.kind)
+        self.tree = tree_of(config, self.device) if speculative else None
+        self.steps = RowSteps() if config.sampling.by_row else None
+        self.shards = _shards_of(models, config)
+
+    @cached_property
+    def split(self) -> BatchSplit | None:
+        """The rows of each rank, where ranks with copies of the draft share the batch."""
+        layout = self.mesh.layout
+        splits = self.speculative and layout.splits_batch
+        return BatchSplit(self.mesh.replica, layout.draft_ranks) if splits else None
+
+    @cached_property
+    def taps(self) -> Taps | None:
+        """What a draft head reads of the target."""
+        if not self.speculative:
+            return None
+        return self.models.make_taps(self.config.draft, num_drafted=self.config.most_draft_tokens)
+
+    @cached_property
+    def rule(self) -> Rule:
+        """The rule of the target, with its filters and penalties."""
+        return make_rule(
+            self.config.sampling,
+            self.config.verification,
+            is_cut=len(self.mesh.layout.scoring_ranks) > 1 and not self.backend.by_library,
+            of_trees=partial(verify_tree, self.tree) if self.tree else None,
+            shard=self.shards[0],
+            steps=self.steps,
+        )
+
+    @cached_property
+    def drafters(self) -> list[Drafter]:
+        """The draft's, and the fallback's where rounds choose; none in plain decoding."""
+        if not self.speculative:
+            return []
+        first, *others = make_drafters(
+            self.config,
+            mesh=self.mesh,
+            target=self.models.target,
+            runner=self.models.draft,
+            split=self.split,
+            taps=self.taps,
+            prepared=self.models.prepared,
+            shard=self.shards[1],
+            steps=self.steps,
+        )
+        _check_bits(first, self.models, self.config)
+        if context := self.models.draft_context:
+            first = LimitedDrafter(first, DraftLimit(context, self.tree.depth if self.tree else None))
+        return [first, *others]
+
+    @cached_property
+    def verifier(self) -> Verifier:
+        """The rule on the ranks that run it, and the numbers of tokens that are accepted whatever it says."""
+        lengths = self.config.speculation.forced_lengths if self.speculative else []
+        if lengths:
+            _log.info("not lossless: speculation.forced_lengths=%s says what rounds accept", lengths)
+        return Verifier(
+            self.rule,
+            comm=self.mesh.replica,
+            verify_rank=self.mesh.layout.verify_rank,
+            device=self.device,
+            split=self.split,
+            forced=ForcedLengths(lengths, self.device) if lengths else None,
+        )
+
+    @cached_property
+    def round(self) -> Round:
+        """The target, the drafters and the verifier, in turn or as the config asks."""
+        record = round_of(self.config, speculative=self.speculative)
+        made: Round = imported(record.make, setting=f"speculation.{record.name}")(
+            self.models.target,
+            *self.drafters,
+            verifier=self.verifier,
+            taps=self.taps,
+            tree=self.tree,
+            has_masks=self.has_masks,
+            num_groups=self.config.placement.target.groups or 1,
+            holders=self.mesh.holders,
+        )
+        return made
+
+    @property
+    def has_masks(self) -> bool:
+        """Whether rows may have constraints."""
+        sampling = self.config.sampling
+        return bool(sampling.by_row or constraint_asked(sampling))
+
+    @property
+    def constrain(self) -> Callable[[Request], Constraint | None] | None:
+        """What begins the constraint of a request; None if none may have one."""
+        sampling, vocabulary = self.config.sampling, self.models.request_maker.vocabulary
+        constraint_of(sampling, vocabulary)  # refused before any text begins
+
+        def begin(request: Request) -> Constraint | None:
+            return request.begin() if request.begin else constraint_of(request.sampling or sampling, vocabulary)
+
+        return begin if self.has_masks else None
+
+    @property
+    def executor(self) -> Executor:
+        """What runs the stages of a round on this device."""
+        return make_executor(self.round, cuda_graphs=self.config.cuda_graphs and not self.backend.by_library)
+
+    @property
+    def reuse(self) -> Reuse:
+        """How texts go on from what caches hold."""
+        kept = cache_of(self.config.draft) if self.speculative and self.models.head else None
+        num_seen = kept.num_kept(self.config.draft) if kept else None
+        # A round after one without drafts reads taps again from before the last block.
+        num_tapped = None if num_seen is None else num_seen + self.config.most_draft_tokens + 1
+        return replace(self.models.reuse, num_spare=self.config.spare_rows, num_tapped=num_tapped)
+
+    @property
+    def threads(self) -> Threads | None:
+        """What chooses the number of threads, unless something fixes it.
+
+        That is the user, other ranks that wait, or bits that depend on it.
+        """
+        mesh = self.mesh
+        is_free = mesh.replica.size == 1 and not has_own_threads(mesh.world.size) and self.models.reuse.are_invariant
+        return operators.made("threads", self.device.type, torch.get_num_threads()) if is_free else None
 
 
 def _check_bits(drafter: Drafter, models: Models, config: RunConfig) -> None:

@@ -14,7 +14,7 @@ from llama_ssp.ranks.comms import Comm
 from llama_ssp.settings.schema import DrafterConfig, SamplingConfig, VerificationConfig
 from llama_ssp.settings.trees import tree_shape
 from llama_ssp.speculate.drafters.drafter import Drafter, DrafterParts
-from llama_ssp.speculate.drafters.limited import DraftLimit
+from llama_ssp.speculate.drafters.limited import DraftLimit, LimitedDrafter
 from llama_ssp.speculate.drafters.model import ModelDrafter
 from llama_ssp.speculate.drafters.shared import BroadcastDrafter
 from llama_ssp.speculate.engine.completion import RowCompletion, StopRequest
@@ -78,7 +78,9 @@ def make_decoder(  # noqa: PLR0913
     if ngram:
         drafters += [copying(parts_of(**how))]
     verifier = Verifier(rule, comm=comm, verify_rank=0, device=target.device)
-    how = {"taps": taps, "tree": tree, "limit": limit, "has_masks": has_masks, "holders": holders}
+    if limit:
+        drafters[0] = LimitedDrafter(drafters[0], limit)
+    how = {"taps": taps, "tree": tree, "has_masks": has_masks, "holders": holders}
     round_ = Round(target, *drafters, verifier=verifier, **how)
     return Decoder(
         round_,

@@ -6,7 +6,7 @@ from typing import Any
 from llama_ssp.models.runner import NullRunner, Runner
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.settings.schema import SamplingConfig, VerificationConfig
-from llama_ssp.speculate.drafters.limited import DraftLimit
+from llama_ssp.speculate.drafters.limited import DraftLimit, LimitedDrafter
 from llama_ssp.speculate.drafters.model import ModelDrafter
 from llama_ssp.speculate.drafters.shared import AheadDrafter, ProbsReceiver
 from llama_ssp.speculate.engine.completion import RowCompletion, StopRequest
@@ -66,7 +66,8 @@ def overlapped_decoder(  # noqa: PLR0913
     if not has_target:
         target = NullRunner(device=target.device, vocab_size=target.vocab_size, max_position_embeddings=512)
     verifier = Verifier(rule, comm=comm, verify_rank=VERIFY_RANK, device=target.device)
-    round_ = OverlappedRound(target, drafter, verifier=verifier, limit=limit)
+    limited = LimitedDrafter(drafter, limit) if limit else drafter
+    round_ = OverlappedRound(target, limited, verifier=verifier)
     return Decoder(
         round_,
         executor=executor_of(round_, replay),

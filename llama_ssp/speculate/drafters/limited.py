@@ -11,11 +11,13 @@ Tokens in flight in a round that overlaps count as text, and are dropped from a 
 Shapes: B sequences, S slots, K drafted tokens.
 """
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from llama_ssp.architectures.engine import most_drafted_for
-from llama_ssp.models.prefill import Prompts
+from llama_ssp.models.prefill import Buckets, Prompts
 from llama_ssp.speculate.sampling.context import Rows
+from llama_ssp.speculate.sampling.draft import Draft
 
 
 class DraftLimit(NamedTuple):
@@ -48,3 +50,39 @@ class DraftLimit(NamedTuple):
         """Every row, or its beginning, with room for drafted ids of its own."""
         lengths_B = rows.lengths_B.clamp_max(self.longest(num_tokens))
         return rows._replace(tokens_BS=rows.tokens_BS.clone(), lengths_B=lengths_B)
+
+    def counted(self, draft: Draft, rows: Rows) -> Draft:
+        """A draft of these rows, of which no token counts in rows that are too long."""
+        is_served_B1 = rows.lengths_B[:, None] <= self.longest(draft.num_tokens)
+        return draft.at_most(is_served_B1 * (draft.num_tokens + 1))
+
+
+class LimitedDrafter:
+    """A drafter whose model has a shorter context; all else is the inner drafter's."""
+
+    writes_ids = False  # the rows that it writes to are copies
+
+    def __init__(self, inner: Any, limit: DraftLimit) -> None:  # noqa: ANN401 - of any class with `propose`
+        self._inner, self._limit = inner, limit
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - of the inner drafter
+        if name == "_inner":  # not there yet, in a copy
+            raise AttributeError(name)
+        return getattr(self._inner, name)
+
+    def longest(self, num_tokens: int) -> int:
+        """The longest rows that a round of K tokens drafts for."""
+        return self._limit.longest(num_tokens)
+
+    def prefill(self, prompts: Prompts, *, rows: Sequence[int], buckets: Buckets) -> None:
+        """Read the beginnings of prompts."""
+        self._inner.prefill(self._limit.of_prompts(prompts), rows=rows, buckets=buckets)
+
+    def propose(self, rows: Rows, *, num_tokens: int, **how: Any) -> Draft:
+        """Draft for all rows, of which too long ones have no token that counts; see `Drafter.propose`."""
+        of_rows = self._limit.of_rows(rows, num_tokens)
+        return self._limit.counted(self._inner.propose(of_rows, num_tokens=num_tokens, **how), rows)
+
+    def exchange(self, draft: Draft, rows: Rows) -> Draft:
+        """See `shared.AheadDrafter`."""
+        return self._limit.counted(self._inner.exchange(draft, rows), rows)

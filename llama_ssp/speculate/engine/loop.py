@@ -400,7 +400,7 @@ class Decoding:
         choice = length.choose(self._unread.num_tokens)
         if keeps:
             choice = max(one for one in length.choices if not one.source)
-        if (self.round.limit or self.round.steps) and all(
+        if (self.round.has_limit or self.round.steps) and all(
             owner.request.num_draft_tokens == 0 or self._outgrew(owner, choice) for owner in self.rows.decoding
         ):
             return DraftChoice(0)  # no row will be drafted for again, so that nothing is skipped
@@ -693,7 +693,7 @@ class Decoding:
 
     def _outgrew(self, owner: RowCompletion, choice: DraftChoice, *, num_ahead: int = 0) -> bool:
         """Whether a row's known tokens and its tokens in flight are more than a round drafts for."""
-        longest = self.round.longest(choice) if self.round.limit else None
+        longest = self.round.longest(choice) if self.round.has_limit else None
         return longest is not None and len(owner.request.prompt_ids) + len(owner.token_ids) + num_ahead > longest
 
     def _num_examined(self, owner: RowCompletion, choice: DraftChoice, num_drafted: int) -> int:

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from llama_ssp.models.runner import Runner
 from llama_ssp.ranks.comms import Comm
-from llama_ssp.speculate.drafters.limited import DraftLimit
+from llama_ssp.speculate.drafters.limited import LimitedDrafter
 from llama_ssp.speculate.drafters.shared import AheadDrafter
 from llama_ssp.speculate.engine.clock import HostClock
 from llama_ssp.speculate.engine.masks import Constraint
@@ -46,6 +46,18 @@ from llama_ssp.speculate.sampling.draft import POINT_MASS, Draft, Law, PointMass
 from llama_ssp.speculate.sampling.rules import verify_ahead
 
 
+def make_round(
+    target: Runner,
+    drafter: AheadDrafter | LimitedDrafter,
+    *,
+    verifier: Verifier,
+    holders: tuple[Comm | None, Comm | None],
+    **_refused: object,
+) -> "OverlappedRound":
+    """Make the round of a run that overlaps; `settings.combinations` refuses taps, trees and constraints with it."""
+    return OverlappedRound(target, drafter, verifier=verifier, holders=holders)
+
+
 class OverlappedRound(Round):
     """A round whose drafter works while the target verifies; if it drafts nothing, it is as in `Round`."""
 
@@ -54,13 +66,12 @@ class OverlappedRound(Round):
     def __init__(
         self,
         target: Runner,
-        drafter: AheadDrafter,
+        drafter: AheadDrafter | LimitedDrafter,
         *,
         verifier: Verifier,
-        limit: DraftLimit | None = None,
         holders: tuple[Comm | None, Comm | None] = (None, None),
     ) -> None:
-        super().__init__(target, drafter, verifier=verifier, limit=limit, holders=holders)
+        super().__init__(target, drafter, verifier=verifier, holders=holders)
         self._drafter = drafter
         self.num_ahead = drafter.num_draft_tokens - 1
         self._in_flight_A = torch.arange(self.num_ahead, device=target.device)
@@ -93,7 +104,6 @@ class OverlappedRound(Round):
             "decide",
             self._verify_ahead,
             number,
-            self.longest(choice),
             keeps,
             needs=self.needs,
             reads=reads,
@@ -139,12 +149,11 @@ class OverlappedRound(Round):
         return self.verifier.process(logits_BKV, self._context(state, num_drafted=num_tokens - 1))
 
     def _exchange(self, state: BatchState, draft: Draft) -> Draft:
-        return self._drafter.exchange(draft, self.draft_rows(state))
+        return self._counted(self._drafter.exchange(draft, self.draft_rows(state)), state)
 
     def _verify_ahead(  # noqa: PLR0917 - a stage's
         self,
         num_tokens: int,
-        longest: int | None,
         keeps: bool,
         state: BatchState,
         target_BKV: Tensor,
@@ -159,13 +168,16 @@ class OverlappedRound(Round):
         in_flight = Draft(flying_BA, before if isinstance(before, PointMass) else before[:, 1:])
         first = following.first()
         draws, rule = self._draws(state, following), self.verifier.rule
-        most_B1 = self._most(longest, state, following)
-        if most_B1 is not None:  # the first token of the block that follows is no accepted one, and has no law after it
+        most_B1 = following.num_B1
+        if isinstance(most_B1, Tensor):
+            # The first token of the block that follows is no accepted one, and has no law after it.
             most_B1 = most_B1.masked_fill(most_B1 > state.ahead_B[:, None], num_tokens + 1)
 
         def verdict(_own: slice | None) -> tuple[Verdict, None]:
             found = verify_ahead(rule, in_flight, first, target_BKV, ahead_B=state.ahead_B, draws=draws)
-            return found if most_B1 is None else rule.at_most(found, most_B1, target_BKV, draws=draws), None
+            if isinstance(most_B1, Tensor):
+                found = rule.at_most(found, most_B1, target_BKV, draws=draws)
+            return found, None
 
         decision = self.verifier.decide(verdict, batch_size=flying_BA.shape[0])
         goes_on_B1 = decision.node_B1 > state.ahead_B[:, None]  # the next token is the first of the block that follows

@@ -42,7 +42,7 @@ from llama_ssp.models.runner import Runner, TreePlaces
 from llama_ssp.models.upload import to_device
 from llama_ssp.ranks.comms import Comm
 from llama_ssp.speculate.drafters.drafter import Drafter, Remembering, TreeTables, heeds_masks, writes_ids
-from llama_ssp.speculate.drafters.limited import DraftLimit
+from llama_ssp.speculate.drafters.limited import LimitedDrafter
 from llama_ssp.speculate.engine.clock import HostClock
 from llama_ssp.speculate.engine.held import PromptRow
 from llama_ssp.speculate.engine.masks import Constraint, Drafted, MasksOfDrafts, TokenMasks, first_masks
@@ -100,7 +100,7 @@ class Stage(NamedTuple):
         return self.name, self.operators, self.bucket, *[stage.key for stage in self.behind]
 
     def then(self, following: "Stage", name: str) -> "Stage":
-        """This stage and `following`, which also takes its result, as one: the host does nothing in between."""
+        """One stage that runs this one and then `following`, which gets the result as a further argument."""
 
         def function(state: BatchState, *values: Values) -> Values:
             return following.function(state, *values, self.function(state, *values))
@@ -150,7 +150,7 @@ class Round:
 
     Attributes:
         taps: layer inputs of the target that a draft head reads; None without one.
-        limit: the rows that the first drafter drafts for; None for all.
+        has_limit: rows may be too long for a drafter.
         num_ahead: the most drafted tokens that wait for verification when a round begins.
         has_bonus: a round that accepts all its drafted tokens adds one of the target's.
         steps: steps that rows need now; None if all rows have the settings of the run.
@@ -170,14 +170,14 @@ class Round:
         verifier: Verifier,
         taps: Taps | None = None,
         tree: Tree | None = None,
-        limit: DraftLimit | None = None,
         has_masks: bool = False,
         num_groups: int = 1,
         holders: tuple[Comm | None, Comm | None] = (None, None),
     ) -> None:
         self.num_groups, self.holders = num_groups, holders
-        self.target, self.taps, self.tree, self.limit = target, taps, tree, limit
+        self.target, self.taps, self.tree = target, taps, tree
         self.drafters = drafters
+        self.has_limit = any(isinstance(drafter, LimitedDrafter) for drafter in drafters)
         self.verifier, self.steps = verifier, verifier.rule.steps
         num_draft_tokens = max([drafter.num_draft_tokens for drafter in drafters], default=0)
         self.max_tokens_per_round = num_draft_tokens + 1
@@ -210,7 +210,7 @@ class Round:
         of drafted tokens that the next round verifies, if any.
         """
         clock.start()
-        leads = self._lead(constraints, choice) if constraints else (False, False)
+        leads = self._lead(constraints, choice) if constraints and choice.num_tokens else (False, False)
         needs = self.needs if self.steps else ()
         stages = self.stages(choice, leads, needs, has_masks=bool(constraints), bucket=bucket)
         draft = Draft(state.tokens_BS[:, :0])  # plain decoding
@@ -260,8 +260,7 @@ class Round:
             drafting = (self._draft_stage(choice, *leads, needs=needs, bucket=bucket),)
         scores_behind = drafting if self.tree else ()  # a chain stands in the batch
         scoring = self._of_target("score", self._score, number, bucket=bucket, behind=scores_behind)
-        arguments = number, self.longest(choice), has_masks
-        deciding = self._of_target("decide", self._decide, *arguments, needs=needs, behind=(*drafting, scoring))
+        deciding = self._of_target("decide", self._decide, number, has_masks, needs=needs, behind=(*drafting, scoring))
         return Stages(next(iter(drafting), None), scoring, deciding, scoring.then(deciding, "verify"))
 
     def _draft_stage(self, choice: DraftChoice, *leads: bool, needs: Needs, bucket: int) -> Stage:
@@ -283,18 +282,22 @@ class Round:
             rows = rows._replace(masks=MasksOfDrafts(self.masks, slice(0, num_rows)))
         if self.masks and is_forced:
             rows = rows._replace(forced_BK=self.masks.forced_BK[:num_rows])
-        limit, drafter = self._limit_of(choice.source), self.drafters[choice.source]
+        drafter = self.drafters[choice.source]
         draft = drafter.propose(
-            limit.of_rows(rows, number) if limit else rows,
+            rows,
             num_tokens=number,
             uniforms_BKP=self.uniforms.split(state.uniforms(), number).draft_BKP,
             num_unread=choice.num_unread,
             bucket=bucket,
         )
-        if limit or (isinstance(draft.nodes, Chain) and not writes_ids(drafter)):
+        if isinstance(draft.nodes, Chain) and not writes_ids(drafter):
             places_BK = rows.lengths_B[:, None] + self.last_and_drafted_W[1 : number + 1]
             rows.tokens_BS.scatter_(1, places_BK, draft.ids_BK)
-        return draft
+        return self._counted(draft, state)
+
+    def _counted(self, draft: Draft, state: BatchState) -> Draft:
+        """A draft of which rows take no more tokens than their settings say."""
+        return draft.at_most(state.most_drafted_B[:, None]) if self.steps and self.steps.limits else draft
 
     def _score(self, num_tokens: int, bucket: int, state: BatchState, draft: Draft) -> Tensor:
         """The target's logits after the last token and each drafted one."""
@@ -302,23 +305,21 @@ class Round:
             return self._score_tree(state, draft.ids_BK, draft.nodes, bucket=bucket)
         return self.score(state, num_drafted=num_tokens, bucket=bucket)
 
-    def _decide(  # noqa: PLR0917 - a stage's
+    def _decide(
         self,
         num_tokens: int,
-        longest: int | None,
         has_masks: bool,
         state: BatchState,
         draft: Draft,
         logits_BWV: Tensor,
     ) -> Tensor:
-        """Let the rule accept a path of a scored draft, and commit that; for `longest` see the method."""
+        """Let the rule accept a path of a scored draft, and commit that."""
         decision = self.verifier.verify(
             draft,
             logits_BWV,
             self._context(state, num_drafted=num_tokens),
             draws=self._draws(state, draft),
             bits_BTX=self.masks.bits_BTX[: len(draft.ids_BK), : num_tokens + 1] if has_masks and self.masks else None,
-            most_B1=self._most(longest, state, draft),
             forced_B1=self._forced(state, draft),
         )
         return state.commit(*self._follow(state, draft, decision))
@@ -441,23 +442,8 @@ class Round:
 
         Tokens in flight count as text.
         """
-        limit = self._limit_of(choice.source) if choice.num_tokens else None
-        return limit.longest(choice.num_tokens) if limit else None
-
-    def _limit_of(self, source: int) -> DraftLimit | None:
-        return None if source else self.limit
-
-    def _most(self, longest: int | None, state: BatchState, draft: Draft) -> Tensor | None:
-        """The most drafted tokens (B, 1) of each row, 0 where the draft cannot serve it; None if no row has a limit."""
-        if not draft.num_tokens:
-            return None
-        most_B1 = state.most_drafted_B[:, None] if self.steps and self.steps.limits else None
-        if longest is not None:
-            is_served_B1 = self.draft_rows(state).lengths_B[:, None] <= longest
-            most_B1 = is_served_B1 * (self.max_tokens_per_round if most_B1 is None else most_B1)
-        if isinstance(draft.num_B1, Tensor):
-            most_B1 = draft.num_B1 if most_B1 is None else most_B1.minimum(draft.num_B1)
-        return most_B1
+        drafter = self.drafters[choice.source] if choice.num_tokens else None
+        return drafter.longest(choice.num_tokens) if isinstance(drafter, LimitedDrafter) else None
 
     def draft_rows(self, state: BatchState) -> Rows:
         """The rows as the draft sees them."""
@@ -467,7 +453,7 @@ class Round:
     def may_shorten(self) -> bool:
         """Whether rows that take fewer drafted tokens have the same text if no more are drafted."""
         return self.verifier.rule.goes_by_token and not (
-            self.tree or self.limit or self.num_ahead or self.verifier.forced
+            self.tree or self.has_limit or self.num_ahead or self.verifier.forced
         )
 
     @property
@@ -586,10 +572,9 @@ class Round:
         *,
         buckets: Buckets,
     ) -> None:
-        limit = self._limit_of(source)
         short = self._short(executor, state, f"prompts of draft {source}", self.holders[1])
         prompts = prompts._replace(short=short)
-        self.drafters[source].prefill(limit.of_prompts(prompts) if limit else prompts, rows=rows, buckets=buckets)
+        self.drafters[source].prefill(prompts, rows=rows, buckets=buckets)
 
     def _short(self, executor: Executor, state: BatchState, name: str, comm: Comm | None) -> ShortForwards | None:
         """Forwards of few tokens of prompts of a model of these ranks, by the executor; None if like many."""

@@ -106,20 +106,19 @@ class Verifier:
         *,
         draws: Draws,
         bits_BTX: Tensor | None = None,
-        most_B1: Tensor | None = None,
         forced_B1: Tensor | None = None,
     ) -> Decision:
-        """Accept a path of the draft, which may be empty, and choose the token that follows it.
+        """Accept a path of the draft, maybe of no node, and choose the token that follows. A draft may have no tokens.
 
-        The logits are the target's after the last token and each node, `bits_BTX` the masks there. `most_B1` is as in
-        `Rule.at_most`. `forced_B1` tokens are accepted whatever the target says, if it is given. With a split, each
-        rank decides for its own rows, and any rank can ask to stop.
+        The logits are the target's after the last token and after each node, `bits_BTX` the masks at the same
+        positions. `forced_B1` is how many tokens are accepted whatever the target says, if it is given. Where the rows
+        are split over ranks, each rank decides for its own rows, and any rank can ask to stop.
         """
-        given = draft.ids_BK, logits_BTV, context, bits_BTX, draws, most_B1, forced_B1
+        given = draft.ids_BK, logits_BTV, context, bits_BTX, draws, draft.num_B1, forced_B1
 
         def find(own: slice | None) -> tuple[Verdict, Tensor | None]:
             of_rows: tuple[Any, ...] = given if own is None else tuple(_of_rows(part, own) for part in given)
-            ids, logits, before, bits, drawn, most, forced = of_rows
+            ids, logits, before, bits, drawn, num_B1, forced = of_rows
             drafted, nothing_BT = draft._replace(ids_BK=ids), None  # with a split, its law is of these rows alone
             if bits is None:
                 target = self.rule.process(logits, before)
@@ -129,8 +128,8 @@ class Verifier:
             verdict = self.rule.verify(drafted, target, draws=drawn)
             if forced is not None:
                 verdict = self.rule.accepting(forced, target, draws=drawn)
-            if most is not None:
-                verdict = self.rule.at_most(verdict, most, target, draws=drawn)
+            if isinstance(num_B1, Tensor):
+                verdict = self.rule.at_most(verdict, num_B1, target, draws=drawn)
             if nothing_BT is not None:  # the best token of none may be the drafted one
                 verdict = verdict._replace(node_B1=drafted.nodes.until(nothing_BT, verdict.node_B1))
             return verdict, nothing_BT

@@ -148,8 +148,8 @@ class Draft(NamedTuple):
 
     Attributes:
         num_B1: the number of tokens of a chain that count in each row, above K where all do; the others are as if they
-            had not been drafted. Whether a token counts may depend on the text and the tokens before it, not on itself
-            or later ones. Empty if all tokens of all rows count.
+            had not been drafted. Of a tree nothing counts in rows where it is 0. Whether a token counts may depend on
+            the text and the tokens before it, not on itself or later ones. Empty if all tokens of all rows count.
     """
 
     ids_BK: Tensor
@@ -188,12 +188,19 @@ class Draft(NamedTuple):
             return self.ids_BK
         return self.ids_BK.masked_fill(torch.ones_like(self.ids_BK).cumsum(1) > self.num_B1, -1)
 
+    def at_most(self, most_B1: Tensor) -> "Draft":
+        """The draft, of which no more than these numbers (B, 1) of tokens count; of a tree nothing where that is 0."""
+        num_B1 = self.num_B1.minimum(most_B1) if isinstance(self.num_B1, Tensor) else most_B1
+        return self._replace(num_B1=num_B1)
+
     def first(self, num_tokens: int = 1) -> "Draft":
         """The chain of its first tokens alone."""
         if num_tokens == self.num_tokens and isinstance(self.nodes, Chain):
             return self
         ids_BK = self.ids_BK[:, :num_tokens]
-        if self.is_certain or not num_tokens:
+        if not num_tokens:
+            return Draft(ids_BK)
+        if self.is_certain:
             return Draft(ids_BK, num_B1=self.num_B1)
         first_BKV = self.drawn_law[:, :num_tokens]
         law_BTV = torch.cat([first_BKV, torch.zeros_like(first_BKV[:, :1])], dim=1)
