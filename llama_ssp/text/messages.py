@@ -10,7 +10,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
 
-_TO_LIBRARY: ContextVar[bool] = ContextVar("to_library", default=False)
+_READER: ContextVar[str] = ContextVar("reader", default="command")
+"""Who reads the sentences: of the command line, of the library, or who sent a request."""
 _ARGUMENTS = {"verification.rule": "verification"}
 _GROUPS = {"sampling", "speculation", "verification", "hardware", "draft", "model", "draft.model"}
 """Settings with another name as arguments, and groups whose settings are arguments without the group."""
@@ -25,16 +26,29 @@ _PHRASES: dict[tuple[str, str], str] = {
 @contextmanager
 def in_library_words() -> Iterator[None]:
     """Let the sentences of the block name arguments."""
-    token = _TO_LIBRARY.set(True)
+    with _read_by("library"):
+        yield
+
+
+@contextmanager
+def in_request_words() -> Iterator[None]:
+    """Let the sentences of the block name the fields of a request, with values in JSON."""
+    with _read_by("request"):
+        yield
+
+
+@contextmanager
+def _read_by(reader: str) -> Iterator[None]:
+    token = _READER.set(reader)
     try:
         yield
     finally:
-        _TO_LIBRARY.reset(token)
+        _READER.reset(token)
 
 
 def to_library() -> bool:
-    """Whether sentences are for the user of the library."""
-    return _TO_LIBRARY.get()
+    """Whether sentences name arguments, of the library or of a request, and not settings of the command line."""
+    return _READER.get() != "command"
 
 
 def key_of(name: str) -> str:
@@ -52,7 +66,7 @@ def said(name: str, value: object) -> str:
 
 def value_of(value: object) -> str:
     """A value, as the user writes it."""
-    is_word = not to_library() and (value is None or isinstance(value, bool))
+    is_word = _READER.get() != "library" and (value is None or isinstance(value, bool))
     return {"None": "null", "True": "true", "False": "false"}[str(value)] if is_word else str(value)
 
 

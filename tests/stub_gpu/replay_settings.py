@@ -150,7 +150,7 @@ _OF_PAIR = (
             "sampling": SamplingConfig(logit_bias={5: 1.0}, bad_ids=((5, 6), (7,)), min_new_tokens=3, eos_ids=(1,))
         },
     ),
-    Way(name="top-k and top-p", config={"sampling": SamplingConfig(top_k=20, top_p=0.9, min_p=0.05)}),
+    Way(name="top-k and top-p", config={"sampling": SamplingConfig(top_k=20, top_p=0.9, min_p=0.05, top_nsigma=2.0)}),
     Way(name="greedy drafts", draft={"greedy": True}),
     Way(name="greedy drafts, trees", draft={"greedy": True}, config=_speculation(tree="2x2x1")),
     Way(name="copied drafts too", draft={"fallback": "ngram"}, config=_speculation(num_draft_tokens="auto")),

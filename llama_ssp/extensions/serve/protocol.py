@@ -36,7 +36,7 @@ from llama_ssp.speculate.engine.state import count_equal_before
 from llama_ssp.speculate.engine.text import IncrementalText, StopStrings
 from llama_ssp.speculate.sampling.by_row import MOST_ENDS
 from llama_ssp.text.detokenize import TextAfter
-from llama_ssp.text.messages import in_library_words
+from llama_ssp.text.messages import in_request_words
 from llama_ssp.text.token_bytes import reader_of
 
 MOST_SAMPLES, MOST_PROMPTS, MOST_STOPS, MOST_STOP, MOST_TOP, MOST_DRAFTED = 128, 1024, 16, 256, 20, 1024
@@ -230,7 +230,7 @@ class BodyReader:
         sampling = asked.completions[0].sampling
         if asked.structure and sampling:
             try:
-                with in_library_words():
+                with in_request_words():
                     prepare_constraint(sampling, self._maker.vocabulary)
             except ConfigError as error:
                 param, lead = asked.structure
@@ -265,7 +265,7 @@ class BodyReader:
             keeps_lengths=depends_on_k,
         )
         structure: tuple[str, str] | None = None
-        for name in SERVED_FIELDS.all().keys() & given.keys():
+        for name in [name for name in SERVED_FIELDS.all() if name in given]:
             try:
                 first = self._with_field(name, given[name], first)
             except ConfigError as error:
@@ -366,7 +366,7 @@ class BodyReader:
         """The request with what a field of an extension or plugin asks for; raises ConfigError."""
         found: ServedRequest = imported(SERVED_FIELDS.of(name).read, setting=f"field {name}")(value, request)
         if found.sampling and found.sampling is not request.sampling:
-            with in_library_words():
+            with in_request_words():
                 check_values(replace(self._config, sampling=replace(found.sampling, by_row=True)))
         return found
 
@@ -392,7 +392,7 @@ class BodyReader:
         not_asked: dict[str, Any] = {"bad_words": [], "min_new_tokens": None, "bad_ids": (), "eos_ids": ()}
         sampling = replace(self._config.sampling, from_model=[], **not_asked, **asked)
         try:
-            with in_library_words():
+            with in_request_words():
                 check_values(replace(self._config, sampling=sampling))
         except ConfigError as error:
             named = str(error).partition("=")[0].split(" ")[-1]

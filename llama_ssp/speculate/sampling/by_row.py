@@ -25,8 +25,8 @@ from torch import Tensor
 from llama_ssp.architectures.engine import ROWS_WITH_STEPS
 from llama_ssp.settings.processors import filters, numbers_of, penalties
 from llama_ssp.settings.schema import MOST_BIASES, SamplingConfig
-from llama_ssp.speculate.sampling.context import Context, Counts
-from llama_ssp.speculate.sampling.processors import Candidates, own_operator, scale_of
+from llama_ssp.speculate.sampling.context import Context, TokenCounts
+from llama_ssp.speculate.sampling.processors import SortedCandidates, own_operator, scale_of
 
 _LARGEST = 2**31
 """Numbers above it, as of top-k, are this."""
@@ -119,7 +119,7 @@ class ByRow:
         if self.steps.filters:
             numbers_BF = context.sampling_BX[:, _FILTERS]
             rows_R = _rows((numbers_BF != 0).any(1), self.steps.most)
-            found = Candidates(_some(scaled_BTV, rows_R), _some(probs_BTV, rows_R))
+            found = SortedCandidates(_some(scaled_BTV, rows_R), _some(probs_BTV, rows_R))
             _filter(found, _some(numbers_BF, rows_R), self.steps.filters)
             probs_BTV = _put(probs_BTV, rows_R, found.probs)
         if not self.steps.has_greedy:
@@ -157,7 +157,7 @@ def _penalized(logits_BTV: Tensor, context: Context) -> Tensor:
     ids_B1M, biases_B1M = ((part_BM * is_known_BM)[:, None] for part_BM in (ids_BM, biases_BM))
     shape = *logits_BTV.shape[:2], MOST_BIASES
     logits_BTV = logits_BTV.scatter_add(-1, ids_B1M.long().expand(shape), biases_B1M.to(dtype).expand(shape))
-    counts = Counts(context, range(vocab_size), vocab_size=vocab_size)
+    counts = TokenCounts(context, range(vocab_size), vocab_size=vocab_size)
     for one, number_B in zip(penalties(), context.sampling_BX[:, _PENALTIES].unbind(1), strict=True):
         neutral_B = number_B.masked_fill(number_B == 0, one.off) if one.off else number_B
         logits_BTV = one.change(logits_BTV, counts, neutral_B[:, None, None].to(dtype))
@@ -174,7 +174,7 @@ def _ends(context: Context, vocab_size: int) -> Tensor:
     return counts_BV.scatter_add_(1, ids_BE * is_known_BE, is_known_BE.to(torch.float32))[:, None] > 0
 
 
-def _filter(found: Candidates, numbers_BF: Tensor, needed: frozenset[str]) -> None:
+def _filter(found: SortedCandidates, numbers_BF: Tensor, needed: frozenset[str]) -> None:
     """Apply filters to the rows that have them; see `processors.processor`."""
     for one, number_B in zip(filters(), numbers_BF.unbind(1), strict=True):
         if one.name in needed:

@@ -88,7 +88,7 @@ class _Changes:
         sampling, ids = self._sampling, self._shard.ids(logits_BTV.shape[-1])
         if sampling.logit_bias:
             logits_BTV = self._biased(logits_BTV, ids)
-        counts = Counts(context, ids, vocab_size=self._shard.num_of_all(logits_BTV.shape[-1]))
+        counts = TokenCounts(context, ids, vocab_size=self._shard.num_of_all(logits_BTV.shape[-1]))
         for one, number in numbers_of(sampling, penalties()):
             logits_BTV = one.change(logits_BTV, counts, number)
         if sampling.bad_ids or (sampling.eos_ids and sampling.min_new_tokens):
@@ -121,7 +121,7 @@ class _Changes:
         return logits_BTV
 
 
-class Counts:
+class TokenCounts:
     """How often the tokens of `ids` stand before each scored position (`settings.processors.Counts`), counted once."""
 
     def __init__(self, context: Context, ids: range, *, vocab_size: int) -> None:

@@ -50,7 +50,7 @@ def processor(sampling: SamplingConfig, *, breaks_ties: bool = False) -> Callabl
             probs = torch.softmax(logits, dim=-1)
         if not asked:
             return probs
-        found = Candidates(logits, probs, breaks_ties=breaks_ties)
+        found = SortedCandidates(logits, probs, breaks_ties=breaks_ties)
         for one, number in asked:
             found.probs.mul_(one.keep(found, number))
             found.probs.div_(found.probs.sum(-1, keepdim=True))
@@ -59,7 +59,7 @@ def processor(sampling: SamplingConfig, *, breaks_ties: bool = False) -> Callabl
     return process
 
 
-class Candidates:
+class SortedCandidates:
     """The tokens that filters choose from; see `settings.processors.Candidates`.
 
     With `breaks_ties`, `first` leaves exactly as many tokens as a Python number says.

@@ -9,7 +9,7 @@ import torch
 from llama_ssp.settings.fields import with_value
 from llama_ssp.settings.processors import PROCESSORS, Filter, Penalty, Processor
 from llama_ssp.settings.schema import SamplingConfig
-from llama_ssp.speculate.sampling.processors import Candidates
+from llama_ssp.speculate.sampling.processors import SortedCandidates
 from tests.helpers.plugins import examples
 
 LOGITS_BTV = torch.randn(2, 3, 40, generator=torch.Generator().manual_seed(1))
@@ -43,7 +43,7 @@ def of_number(record: Processor, number: float | torch.Tensor) -> torch.Tensor:
     if isinstance(record, Penalty):
         return record.change(LOGITS_BTV, Seen(), number)
     assert isinstance(record, Filter)
-    candidates = Candidates(LOGITS_BTV if record.reads_logits else torch.empty(0), LOGITS_BTV.softmax(-1))
+    candidates = SortedCandidates(LOGITS_BTV if record.reads_logits else torch.empty(0), LOGITS_BTV.softmax(-1))
     return record.keep(candidates, number)
 
 
@@ -65,7 +65,7 @@ def test_a_filter_leaves_the_best_token_and_nothing_forbidden(record: Processor)
     logits = LOGITS_BTV.index_fill(-1, torch.arange(20), float("-inf"))
     for number in filter(record.allows, TRIED):
         given = int(number) if isinstance(record.off, int) else float(number)
-        is_kept = record.keep(Candidates(logits, logits.softmax(-1)), given)
+        is_kept = record.keep(SortedCandidates(logits, logits.softmax(-1)), given)
         assert is_kept.gather(-1, logits.argmax(-1, keepdim=True)).all()
         assert not (is_kept & (logits.softmax(-1) > 0))[..., :20].any()
 

@@ -16,6 +16,7 @@ from transformers import (
 )
 
 from llama_ssp.architectures.matrices import tokens_of_a_block
+from llama_ssp.settings.processors import PROCESSORS
 from llama_ssp.settings.schema import SamplingConfig
 from llama_ssp.speculate.sampling.processors import draw, processor
 from tests.helpers.exact_law import LARGEST_UNIFORM
@@ -77,13 +78,8 @@ def test_every_token_that_ties_with_the_last_kept_one_is_kept(
 
 CHANGED: dict[str, Any] = {
     "temperature": 0.5,
-    "top_k": 2,
-    "top_p": 0.5,
-    "min_p": 0.5,
+    **{name: 2 if one.allows(2) else 0.5 for name, one in PROCESSORS.all().items()},
     "top_nsigma": 0.5,
-    "repetition_penalty": 1.5,
-    "frequency_penalty": 0.5,
-    "presence_penalty": 0.5,
     "logit_bias": {3: 1.0},
     "bad_words": ["x"],
     "min_new_tokens": 3,
