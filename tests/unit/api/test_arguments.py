@@ -21,7 +21,7 @@ from llama_ssp.settings.schema import (
     PlacementConfig,
     TargetPlacement,
 )
-from llama_ssp.text.messages import in_library_words, key_of, said
+from llama_ssp.text.messages import in_library_words, in_request_words, key_of, said
 from llama_ssp.weights import hub
 from tests.helpers.extensions import need
 from tests.helpers.hub import shipped
@@ -232,6 +232,8 @@ def test_a_sentence_names_settings_to_the_command_and_arguments_to_the_library()
         assert (said("chat", True), said("model.path", "DIR")) == ("chat=True", "the folder of a checkpoint")
         assert (key_of("model.revision"), key_of("placement.draft.ranks")) == ("revision", "placement.draft.ranks")
     assert key_of("model.revision") == "model.revision"
+    with in_request_words():
+        assert [said("sampling.top_k", None), said("chat", True)] == ["top_k=null", "chat=true"]
 
 
 def test_names_of_members_are_read_in_all_settings_that_the_library_takes() -> None:
