@@ -129,7 +129,7 @@ def measured(pair: "Pair", config: RunConfig) -> dict[str, Any]:
         "pools": pools,
         "finished": finished,
         "failed": len(executor.failed),
-        "graphs": len(executor._graphs),
+        "graphs": len(executor.captured),
         "most_bytes": torch.cuda.max_memory_reserved() - before,
         "planned_bytes": planned.logits_bytes,
         "planned_plain_bytes": without.logits_bytes,
@@ -166,7 +166,7 @@ def without_memory(pair: "Pair", config: RunConfig) -> dict[str, Any]:
     with full_captures(Path(os.environ["STUB_GPU_CONTROL"]) / "full", lambda: now in {FULL, third}):
         for now in (PLAIN, third, FULL, fourth, third, PLAIN):
             finished.append(finish(decoder, now))
-            graphs.append(len(executor._graphs))
+            graphs.append(len(executor.captured))
     return {"finished": finished, "graphs": graphs, "failed": sorted(name for name, _ in executor.failed)}
 
 

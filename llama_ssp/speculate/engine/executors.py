@@ -130,6 +130,11 @@ class GraphExecutor(Executor):
         self._allocations = [""]
         self._forget()
 
+    @property
+    def captured(self) -> list[tuple[str, Hashable]]:
+        """The names of the stages that are graphs now, with their operators, one of each graph."""
+        return [key[:2] for key in self._graphs]
+
     def make_room(self) -> None:
         """See `Executor`."""
         allocations = self._comm.gather_text(str(self._round.num_allocations))

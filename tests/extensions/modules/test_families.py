@@ -139,7 +139,7 @@ def test_a_plan_counts_the_cache_of_each_of_two_ranks(saved: SavedModels, kind: 
         runner = runners[comm.rank]
         runner.allocate(batch_size=3, capacity=24)
         runner.forward(random_ids(3, 8), torch.arange(8).repeat(3, 1), bucket=24)
-        return sum(whole.nbytes for whole in runner._cache._wholes)
+        return sum(whole.nbytes for whole in runner.cache.in_rows())
 
     shape = read_config(folder)[0]
     model = PlannedModel(name=kind, shape=shape, dtype=Dtype.fp32, quantization="none")
@@ -290,7 +290,7 @@ def test_every_family_runs_in_16_bits_with_the_dtypes_of_the_librarys_buffers(
     with torch.inference_mode():
         logits_TV, wanted_TV = runner.forward(ids_BT, positions_BT, bucket=24)[0], model(ids_BT).logits[0].float()
     assert (logits_TV - wanted_TV).norm() < 0.3 * wanted_TV.norm()
-    kept = [*runner._cache._wholes, *(runner._states.inputs.values() if runner.is_recurrent else ())]
+    kept = [*runner.cache.in_rows(), *(runner._states.inputs.values() if runner.is_recurrent else ())]
     assert {whole.dtype for whole in kept} == {dtype}
     for is_looked_up in (False, True):
         decoder = make_decoder(runner, None, ngram=is_looked_up, batch_size=2)

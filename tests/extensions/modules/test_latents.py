@@ -193,10 +193,9 @@ def test_a_chunk_and_single_steps_have_the_same_logits_also_of_fewer_bits(
     steps = torch.cat([runner.forward(*(x[:, t : t + 1] for x in (ids, places)), bucket=48)[0] for t in range(40)])
     for found in whole, steps:
         assert float((found - wanted).abs().max() / wanted.std()) < near
-    [row, _] = runner.cache._wholes  # one head of both parts
+    [row, *_] = runner.cache.in_rows()  # one head of both parts
     numbers = rank + rotary + (2 * 4 if cache_dtype in {"int8", "fp8"} else 0)
-    assert row is not None
-    assert row.shape == (1, 1, 1, 48, numbers)
+    assert row.shape == (1, 1, 48, numbers)
 
 
 def of_library() -> rolled_back.OfLibrary:
@@ -300,7 +299,7 @@ def test_a_step_reads_the_bytes_of_the_plan(tmp_path: Path, num_slots: int, rota
     runner.allocate(batch_size=1, capacity=num_slots)
     last = torch.full((1, 1), num_slots - 1)
     runner.forward(last % VOCAB_SIZE, last, bucket=num_slots)
-    wholes = [whole for whole in runner.cache._wholes if whole is not None]
+    wholes = [*runner.cache.in_rows()]
     with _Reads([*model.parameters(), *wholes], most=num_slots * LONG_RANK["kv_lora_rank"]) as reads:
         runner.forward(last % VOCAB_SIZE, last, bucket=num_slots)
     shape = read_config(tmp_path)[0]

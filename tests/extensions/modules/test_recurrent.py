@@ -161,7 +161,7 @@ def test_a_plan_counts_the_slots_and_the_states_that_are_allocated(saved: SavedM
     runner: Any = load(folder)
     runner.allocate(batch_size=3, capacity=24, num_rolled_back=4)
     runner.forward(torch.ones(3, 2, dtype=torch.int64), torch.arange(2).repeat(3, 1), bucket=24)
-    held = sum(each.nbytes for each in (*runner._cache._wholes, *kept_by(runner)))
+    held = sum(each.nbytes for each in (*runner.cache.in_rows(), *kept_by(runner)))
     shape = read_config(folder)[0]
     model = PlannedModel(name=kind, shape=shape, dtype=Dtype.fp32, quantization="none")
     assert held == 3 * (24 * model.slot_bytes(shape.num_key_value_heads) + model.state_bytes(5, 1))

@@ -277,7 +277,7 @@ def test_the_small_cache_has_the_slots_that_a_plan_counts(name: str, folder: Pat
     target.allocate(batch_size=3, capacity=40)
     drafter.allocate(batch_size=3, num_slots=40)
     own = [cache for cache in find_parts(drafter, StaticCache, seen=set()) if cache is not target.cache]
-    held = sum(whole.nbytes for cache in own for whole in cache._wholes if whole is not None)
+    held = sum(whole.nbytes for cache in own for whole in cache.in_rows())
     slots, layers = (draft.window or 0) + draft.sinks if draft.window else 0, len(chosen_layers(draft, 4))
     value_bytes = 4 * 2 * 4 * (SIZES["hidden_size"] // SIZES["num_attention_heads"])
     assert held == (3 * whole_steps(slots + NUM_DRAFTED + 1) * layers * value_bytes if slots else 0)

@@ -77,8 +77,7 @@ def test_caches_have_the_planned_bytes(name: str, place: int, tmp_path: Path) ->
     logits(runner)
     build_checkpoint(tmp_path, "llama", head_dim=8 if place == 1 else 16)
     entry = replace(catalogue.load("local"), path=str(tmp_path), cache_dtype=name)
-    assert runner._cache is not None
-    held = sum(whole.nbytes for whole in runner._cache._wholes if whole is not None)
+    held = sum(whole.nbytes for whole in runner.cache.in_rows())
     assert held == 3 * 40 * kv_bytes_per_token(planned_model(entry, device="cpu"))
 
 
@@ -89,10 +88,8 @@ def test_a_row_that_is_copied_and_moved_keeps_its_bits(name: str) -> None:
     logits(runner)
     runner.copy(0, [2], 20)
     runner.move(torch.tensor([[25], [25], [25]]), torch.tensor([[20], [20], [20]]))
-    assert runner._cache is not None
-    for whole in runner._cache._wholes:
-        assert whole is not None
-        assert torch.equal(whole[:, :, 0, :21], torch.cat([whole[:, :, 2, :20], whole[:, :, 0, 25:26]], 2))
+    for rows in runner.cache.in_rows():
+        assert torch.equal(rows[:, 0, :21], torch.cat([rows[:, 2, :20], rows[:, 0, 25:26]], 1))
 
 
 @pytest.mark.seconds

@@ -171,8 +171,7 @@ def test_graphs_read_prompts_and_the_texts_stay_those_of_launches_from_python(
     expected = outcome(complete(eager, wanted))
     assert [outcome(complete(watched, wanted)) for _ in range(2)] == [expected] * 2
     assert isinstance(watched.executor, GraphExecutor)
-    keys: list[Any] = [*watched.executor._graphs]
-    read = {(name, size) for name, size, *_ in keys if "prompts" in name}
+    read: set[Any] = {(name, size) for name, size in watched.executor.captured if "prompts" in name}
     assert {name for name, _ in read} == {"the target's prompts", "prompts of draft 0"}
     assert {size for _, size in read} <= {8, 16, 32, 64, 128}
     assert len(read) == 2 * {1: 3, 3: 3, 8: 1}[batch_size]
@@ -201,7 +200,7 @@ def test_prompts_that_one_rank_cannot_capture_no_rank_replays(refused: str) -> N
         )
         complete(made, wanted)
         assert isinstance(made.executor, GraphExecutor)
-        return {name for name, *_ in made.executor._graphs}
+        return {name for name, _ in made.executor.captured}
 
     first, second = on_ranks(thread_comms(2), captured)
     assert first == second

@@ -152,7 +152,7 @@ def test_each_stage_of_unlike_layers_holds_the_bytes_that_a_plan_counts(
         assert weights[-1] == model_bytes(held, model, device="cuda").total_bytes
         states = runner._states
         kept = [*states.inputs.values(), *states.states.values()] if states else []
-        cached = sum(each.nbytes for each in (*runner._cache._wholes, *kept) if each is not None)
+        cached = sum(each.nbytes for each in (*runner.cache.in_rows(), *kept))
         of_row = 24 * model.slot_bytes(origin.shape.num_key_value_heads, held) + model.state_bytes(5, held=held)
         assert cached == 3 * of_row
     assert len({*weights}) == 3, "or equal means would do"

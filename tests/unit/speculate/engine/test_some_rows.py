@@ -4,6 +4,7 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -242,13 +243,14 @@ def test_a_round_drafts_no_more_than_a_row_takes_unless_its_rule_judges_whole_dr
         for shortens in (True, False):
             decoder = mixed_decoder(rule_name=rule_name, reading_rows=math.inf)
             decoder.round.verifier.rule.goes_by_token &= shortens
-            drafted, draft = set[int](), decoder.round._draft
+            drafter = decoder.round.drafters[0]
 
-            def watched(choice: DraftChoice, *given: Any, drafted: Any = drafted, draft: Any = draft) -> Any:
-                drafted.add(choice.num_tokens)
-                return draft(choice, *given)
+            def watched(*given: Any, drafted: set[int], propose: Any, num_tokens: int, **how: Any) -> Any:
+                drafted.add(num_tokens)
+                return propose(*given, num_tokens=num_tokens, **how)
 
-            decoder.round._draft = watched  # type: ignore[assignment, method-assign]
+            drafted = set[int]()
+            drafter.propose = partial(watched, drafted=drafted, propose=drafter.propose)  # type: ignore[method-assign]
             done = in_turn(decoder, mixed((2, 0, 1, 2)), most=4)
             found.append([(each.token_ids, each.accepted_lengths, each.examined_lengths) for each in done])
             lengths.setdefault(rule_name, drafted)
