@@ -57,7 +57,6 @@ from llama_ssp.speculate.engine.state import Request
 from llama_ssp.speculate.engine.text import StopStrings
 from llama_ssp.speculate.engine.threads import Threads
 from llama_ssp.speculate.engine.verifier import Verifier
-from llama_ssp.speculate.sampling.by_row import RowSteps
 from llama_ssp.speculate.sampling.rules import ForcedLengths, Rule, make_rule
 from llama_ssp.speculate.sampling.shards import WHOLE, Shard
 from llama_ssp.speculate.sampling.trees import verify_tree
@@ -407,7 +406,6 @@ class _Parts:
         self.mesh, self.device = models.mesh, models.target.device
         self.backend = backend_of(config.placement.target.kind)
         self.tree = tree_of(config, self.device) if speculative else None
-        self.steps = RowSteps() if config.sampling.by_row else None
         self.shards = _shards_of(models, config)
 
     @cached_property
@@ -433,7 +431,6 @@ class _Parts:
             is_cut=len(self.mesh.layout.scoring_ranks) > 1 and not self.backend.by_library,
             of_trees=partial(verify_tree, self.tree) if self.tree else None,
             shard=self.shards[0],
-            steps=self.steps,
         )
 
     @cached_property
@@ -450,7 +447,6 @@ class _Parts:
             taps=self.taps,
             prepared=self.models.prepared,
             shard=self.shards[1],
-            steps=self.steps,
         )
         _check_bits(first, self.models, self.config)
         if context := self.models.draft_context:

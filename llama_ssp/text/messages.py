@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from pathlib import Path
 
 _READER: ContextVar[str] = ContextVar("reader", default="command")
@@ -24,26 +25,18 @@ _PHRASES: dict[tuple[str, str], str] = {
 
 
 @contextmanager
-def in_library_words() -> Iterator[None]:
-    """Let the sentences of the block name arguments."""
-    with _read_by("library"):
-        yield
-
-
-@contextmanager
-def in_request_words() -> Iterator[None]:
-    """Let the sentences of the block name the fields of a request, with values in JSON."""
-    with _read_by("request"):
-        yield
-
-
-@contextmanager
 def _read_by(reader: str) -> Iterator[None]:
     token = _READER.set(reader)
     try:
         yield
     finally:
         _READER.reset(token)
+
+
+in_library_words = partial(_read_by, "library")
+"""Lets the sentences of a block name arguments, with values in Python."""
+in_request_words = partial(_read_by, "request")
+"""Lets the sentences of a block name the fields of a request, with values in JSON."""
 
 
 def to_library() -> bool:

@@ -25,7 +25,6 @@ from llama_ssp.speculate.engine.loop import Decoder, RunSettings
 from llama_ssp.speculate.engine.round import DraftChoice, Executor, Round
 from llama_ssp.speculate.engine.state import BatchState, Request
 from llama_ssp.speculate.engine.verifier import Verifier
-from llama_ssp.speculate.sampling.by_row import RowSteps
 from llama_ssp.speculate.sampling.draft import POINT_MASS
 from llama_ssp.speculate.sampling.rules import Rule, make_rule
 from llama_ssp.speculate.sampling.shards import WHOLE, Shard
@@ -67,7 +66,6 @@ def make_decoder(  # noqa: PLR0913
         sampling or SamplingConfig(temperature=temperature),
         VerificationConfig(rule=rule_name),
         shard=shard,
-        steps=RowSteps(),
         of_trees=partial(verify_tree, tree) if tree else None,
     )
     drafters: list[Drafter] = [make_drafter(rule)] if make_drafter else []

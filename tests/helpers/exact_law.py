@@ -20,12 +20,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
+from llama_ssp.settings.processors import filters
 from llama_ssp.settings.schema import SamplingConfig
 from llama_ssp.speculate.drafters.drafter import Drafter
 from llama_ssp.speculate.sampling import rules
 from llama_ssp.speculate.sampling.context import Context, Rows
 from llama_ssp.speculate.sampling.draft import POINT_MASS, Draft
 from llama_ssp.speculate.sampling.processors import processor
+from llama_ssp.speculate.sampling.row_steps import MANY, RowSteps
 from llama_ssp.speculate.sampling.rules import Rule
 from llama_ssp.speculate.sampling.uniforms import PER_DRAW, Draws
 from tests.helpers.table_models import TableModel, joint_law
@@ -35,6 +37,11 @@ _SAME_BORDER = 1e-14
 
 Choice = Callable[[Tensor, Tensor], Tensor]
 """From rows (B,) and their uniform numbers (B, C) to the answers (B,), as non-negative integers."""
+
+EVERY_STEP = RowSteps(
+    has_greedy=True, filters=frozenset([one.name for one in filters()]), penalizes=True, most=MANY, limits=True
+)
+"""What rows with any settings need."""
 
 
 def exact_law(
@@ -248,13 +255,14 @@ def _context(prompt: tuple[int, ...], texts_BS: Tensor, settings_GX: Tensor | No
     tokens_BS = torch.cat([prompts, texts_BS, torch.zeros(num_rows, 1, dtype=torch.long)], dim=1)
     last_BT = len(prompt) + length - num_scored + torch.arange(num_scored).expand(num_rows, -1)
     prompt_lengths_B = torch.full((num_rows,), len(prompt))
+    steps = None if settings_GX is None else EVERY_STEP
     settings_GX = torch.zeros(1, 0) if settings_GX is None else settings_GX
     settings_BX = settings_GX.repeat_interleave(num_rows // len(settings_GX), dim=0)
-    return Context(tokens_BS, torch.zeros_like(prompt_lengths_B), prompt_lengths_B, last_BT, settings_BX)
+    return Context(tokens_BS, torch.zeros_like(prompt_lengths_B), prompt_lengths_B, last_BT, settings_BX, steps)
 
 
 def _rows_of(context: Context, rows_B: Tensor) -> Context:
-    return Context(*(each[rows_B] for each in context))
+    return context.some(rows_B)
 
 
 def _best_path(draft: TableModel, paths_NK: Tensor) -> tuple[Tensor, None]:

@@ -16,7 +16,6 @@ from llama_ssp.speculate.engine.loop import Decoder, RunSettings
 from llama_ssp.speculate.engine.overlap import OverlappedRound
 from llama_ssp.speculate.engine.state import Request
 from llama_ssp.speculate.engine.verifier import Verifier
-from llama_ssp.speculate.sampling.by_row import RowSteps
 from llama_ssp.speculate.sampling.rules import make_rule
 from tests.helpers.decoders import complete, executor_of, parts_of
 from tests.helpers.fake_comm import ThreadComm, on_ranks, thread_comms
@@ -50,8 +49,7 @@ def overlapped_decoder(  # noqa: PLR0913
     comm = comm or Comm.single()
     is_apart = comm.size > 1
     sampling, verification = sampling or SamplingConfig(temperature=temperature), VerificationConfig(rule=rule_name)
-    steps = RowSteps()
-    rule, drafts_by = (make_rule(sampling, verification, breaks_ties=bool(each), steps=steps) for each in (0, num_left))
+    rule, drafts_by = (make_rule(sampling, verification, breaks_ties=bool(each)) for each in (0, num_left))
     has_target, has_draft = comm.rank < num_target_ranks or not is_apart, comm.rank >= num_target_ranks or not is_apart
     parts = parts_of(draft, rule=drafts_by, num_draft_tokens=num_draft_tokens, num_ahead=num_draft_tokens - 1)
     samples = sampling.temperature > 0 and rule_name != "coupled"

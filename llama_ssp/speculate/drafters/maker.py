@@ -21,13 +21,12 @@ from llama_ssp.speculate.drafters.shared import (
     ProbsReceiver,
     TapsSender,
 )
-from llama_ssp.speculate.sampling.by_row import RowSteps
 from llama_ssp.speculate.sampling.rules import Rule, make_rule
 from llama_ssp.speculate.sampling.shards import WHOLE, Shard
 from llama_ssp.speculate.sampling.trees import Tree
 
 
-def make_drafters(  # noqa: PLR0913 - all that a rank's drafters are made of
+def make_drafters(
     config: RunConfig,
     *,
     mesh: Mesh,
@@ -37,14 +36,13 @@ def make_drafters(  # noqa: PLR0913 - all that a rank's drafters are made of
     taps: Taps | None = None,
     shard: Shard = WHOLE,
     prepared: object = None,
-    steps: RowSteps | None = None,
     drawing: Callable[[Rule], Rule] = lambda rule: rule,
 ) -> list[Drafter]:
     """Make the drafters of a rank, in a run with a draft: the draft's, then the fallback's if rounds choose.
 
     `runner` is the draft model or this rank's slice of it, None on ranks without one. `split` divides the rows among
     ranks that each hold the whole draft model. `taps` are the target's, if the draft is a head; for `prepared` see
-    `DrafterParts`. `shard` is of the draft's logits, `steps` shared with the target's rule. `drawing` turns the
+    `DrafterParts`. `shard` is of the draft's logits. `drawing` turns the
     drafters' rule into the one that they draw by. Raises ConfigError if the code of a kind of draft cannot be
     imported.
     """
@@ -64,7 +62,6 @@ def make_drafters(  # noqa: PLR0913 - all that a rank's drafters are made of
             breaks_ties=bool(receiver and receiver.num_left),
             is_cut=not takes_all and mesh.draft is not None and mesh.draft.size > 1,
             shard=shard,
-            steps=steps,
         )
     )
 
@@ -98,7 +95,7 @@ def make_drafters(  # noqa: PLR0913 - all that a rank's drafters are made of
     assert own
     if not (fallback := config.speculation.chooser and config.draft.fallback):
         return [own]
-    rule = drawing(make_rule(config.sampling, config.verification, steps=steps))  # the model's may be greedy, or cut
+    rule = drawing(make_rule(config.sampling, config.verification))  # the model's may be greedy, or cut
     return [own, _made(replace(parts, config=of_kind(fallback), rule=rule, runner=None, prepared=None))]
 
 

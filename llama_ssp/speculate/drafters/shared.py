@@ -299,7 +299,7 @@ class BatchSplitDrafter(_SharedDrafter):
         draft = Draft(rows.lengths_B.new_empty(0, num_tokens))
         if self._inner and own.start < own.stop:
             draft = self._inner.propose(
-                Rows._make(column[own] for column in rows),
+                rows.some(own),
                 num_tokens=num_tokens,
                 uniforms_BKP=uniforms_BKP[own],
                 num_unread=num_unread,

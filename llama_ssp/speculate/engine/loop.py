@@ -42,6 +42,7 @@ from llama_ssp.speculate.engine.text import StopStrings
 from llama_ssp.speculate.engine.threads import Threads
 from llama_ssp.speculate.engine.verifier import STOP_REQUESTED
 from llama_ssp.speculate.sampling.draft import POINT_MASS, Law
+from llama_ssp.speculate.sampling.row_steps import RowSteps
 
 More = Callable[["Decoding", int], Sequence[Request] | None]
 """Called before each round with the number of free rows; returns new requests, or None when there will be no more."""
@@ -443,10 +444,11 @@ class Decoding:
 
     def _use_steps(self, requests: Sequence[Request]) -> None:
         """Let the next draws take the steps that these requests need, if rows have settings of their own."""
-        if steps := self.round.steps:
+        if self.round.steps:
             samplings = [request.sampling for request in requests if request.sampling]
             limits = any(request.num_draft_tokens is not None for request in requests)
-            steps.follow(samplings, limits=limits, few=self.decoder.executor.replays_addresses)
+            few = self.decoder.executor.replays_addresses
+            self.round.steps = RowSteps.of(samplings, limits=limits, few=few)
 
     def _fail(self, request: Request, error: SspError) -> None:
         """Let a request end by an error of its own."""

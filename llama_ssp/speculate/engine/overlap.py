@@ -43,6 +43,7 @@ from llama_ssp.speculate.engine.state import BatchState
 from llama_ssp.speculate.engine.verifier import GOES_ON, Verifier
 from llama_ssp.speculate.sampling.context import Rows
 from llama_ssp.speculate.sampling.draft import POINT_MASS, Draft, Law, PointMass, Verdict
+from llama_ssp.speculate.sampling.row_steps import RowSteps
 from llama_ssp.speculate.sampling.rules import verify_ahead
 
 
@@ -97,15 +98,14 @@ class OverlappedRound(Round):
 
         assert not constraints, "refused by `settings.combinations`"
         number, keeps, reads = choice.num_tokens, executor.replays_addresses, (self.verifier, self._in_flight_A)
-        drafting = self._draft_stage(choice, False, False, needs=self.needs, bucket=bucket)
-        scoring = self._of_target("score", self._score_in_flight, number, needs=self.needs, bucket=bucket)
-        exchanging = self._stage("exchange", self._exchange, reads=reads, repeats=False, behind=(drafting,))
+        drafting = self._draft_stage(choice, False, False, self.steps, bucket=bucket)
+        scoring = self._of_target("score", self._score_in_flight, number, self.steps, bucket=bucket)
+        exchanging = self._stage("exchange", self._exchange, self.steps, reads=reads, repeats=False, behind=(drafting,))
         deciding = self._stage(
             "decide",
             self._verify_ahead,
             number,
             keeps,
-            needs=self.needs,
             reads=reads,
             repeats=True,
             behind=(scoring, exchanging),
@@ -144,12 +144,12 @@ class OverlappedRound(Round):
         """The rows as the draft sees them: tokens in flight count as text."""
         return state.rows._replace(lengths_B=state.lengths_B + state.ahead_B)
 
-    def _score_in_flight(self, num_tokens: int, bucket: int, state: BatchState) -> Tensor:
+    def _score_in_flight(self, num_tokens: int, steps: RowSteps | None, bucket: int, state: BatchState) -> Tensor:
         logits_BKV = self.score(state, num_drafted=num_tokens - 1, bucket=bucket)
-        return self.verifier.process(logits_BKV, self._context(state, num_drafted=num_tokens - 1))
+        return self.verifier.process(logits_BKV, self._context(state, steps, num_drafted=num_tokens - 1))
 
-    def _exchange(self, state: BatchState, draft: Draft) -> Draft:
-        return self._counted(self._drafter.exchange(draft, self.draft_rows(state)), state)
+    def _exchange(self, steps: RowSteps | None, state: BatchState, draft: Draft) -> Draft:
+        return self._counted(self._drafter.exchange(draft, self.draft_rows(state)), state, steps)
 
     def _verify_ahead(  # noqa: PLR0917 - a stage's
         self,

@@ -50,14 +50,13 @@ from llama_ssp.speculate.engine.state import BatchState
 from llama_ssp.speculate.engine.verifier import Decision, Verifier
 from llama_ssp.speculate.sampling.context import Context, Rows
 from llama_ssp.speculate.sampling.draft import POINT_MASS, Chain, Draft, Law, Topology
+from llama_ssp.speculate.sampling.row_steps import RowSteps
 from llama_ssp.speculate.sampling.trees import Tree
 from llama_ssp.speculate.sampling.uniforms import Draws, UniformTable
 from llama_ssp.types import Values
 
 _MOST_STAGES = 512
 """Of a round, sets that are kept, so that a round need not make its stages."""
-Needs = tuple[Hashable, ...]
-"""The steps that rows with settings of their own need (`sampling.by_row.RowSteps`)."""
 
 
 class DraftChoice(NamedTuple):
@@ -153,7 +152,7 @@ class Round:
         has_limit: rows may be too long for a drafter.
         num_ahead: the most drafted tokens that wait for verification when a round begins.
         has_bonus: a round that accepts all its drafted tokens adds one of the target's.
-        steps: steps that rows need now; None if all rows have the settings of the run.
+        steps: those that the rows of the next rounds and prompts need; None if all rows have the settings of the run.
         tree: of the drafts; None for chains. With a tree, text tokens are read by its mask too, not as a prompt's are.
         masks: of rows with constraints; None if no row may have one.
         num_groups: of rows, which follow each other through the stages of the target's layers.
@@ -178,7 +177,7 @@ class Round:
         self.target, self.taps, self.tree = target, taps, tree
         self.drafters = drafters
         self.has_limit = any(isinstance(drafter, LimitedDrafter) for drafter in drafters)
-        self.verifier, self.steps = verifier, verifier.rule.steps
+        self.verifier, self.steps = verifier, RowSteps() if verifier.rule.is_by_row else None
         num_draft_tokens = max([drafter.num_draft_tokens for drafter in drafters], default=0)
         self.max_tokens_per_round = num_draft_tokens + 1
         self.masks = TokenMasks(self.max_tokens_per_round, target.vocab_size, target.device) if has_masks else None
@@ -211,15 +210,14 @@ class Round:
         """
         clock.start()
         leads = self._lead(constraints, choice) if constraints and choice.num_tokens else (False, False)
-        needs = self.needs if self.steps else ()
-        stages = self.stages(choice, leads, needs, has_masks=bool(constraints), bucket=bucket)
+        stages = self.stages(choice, leads, self.steps, has_masks=bool(constraints), bucket=bucket)
         draft = Draft(state.tokens_BS[:, :0])  # plain decoding
         if stages.draft:
             draft = executor.run(stages.draft, state)
             clock.add("draft")
             if isinstance(draft.num_B1, Tensor) and not constraints and self._reads_ends(executor):
                 draft = draft.first(min(int(draft.num_B1.max()), choice.num_tokens))
-                stages = self.stages(choice._replace(num_tokens=draft.num_tokens), leads, needs, bucket=bucket)
+                stages = self.stages(choice._replace(num_tokens=draft.num_tokens), leads, self.steps, bucket=bucket)
         if constraints and self.masks:  # which the host makes while the target reads
             own = self.verifier.rows_with_masks(len(constraints))
             drafted = Drafted.of(draft, self.verifier.comm) if own.start < own.stop and stages.draft else None
@@ -249,7 +247,7 @@ class Round:
         self,
         choice: DraftChoice,
         leads: tuple[bool, bool] = (False, False),
-        needs: Needs = (),
+        steps: RowSteps | None = None,
         *,
         has_masks: bool = False,
         bucket: int,
@@ -257,27 +255,40 @@ class Round:
         """The stages of rounds; `leads` says whether drafts have masks, and forced tokens."""
         number, drafting = choice.num_tokens, tuple[Stage, ...]()
         if number:
-            drafting = (self._draft_stage(choice, *leads, needs=needs, bucket=bucket),)
+            drafting = (self._draft_stage(choice, *leads, steps, bucket=bucket),)
         scores_behind = drafting if self.tree else ()  # a chain stands in the batch
         scoring = self._of_target("score", self._score, number, bucket=bucket, behind=scores_behind)
-        deciding = self._of_target("decide", self._decide, number, has_masks, needs=needs, behind=(*drafting, scoring))
+        arguments = number, has_masks, steps
+        deciding = self._of_target("decide", self._decide, *arguments, behind=(*drafting, scoring))
         return Stages(next(iter(drafting), None), scoring, deciding, scoring.then(deciding, "verify"))
 
-    def _draft_stage(self, choice: DraftChoice, *leads: bool, needs: Needs, bucket: int) -> Stage:
+    def _draft_stage(
+        self, choice: DraftChoice, has_masks: bool, is_forced: bool, steps: RowSteps | None, *, bucket: int
+    ) -> Stage:
         """Extend every row by `choice.num_tokens` drafted tokens; returns the draft."""
         return self._stage(
             "draft",
             self._draft,
             choice,
-            *leads,
-            needs=needs,
+            has_masks,
+            is_forced,
+            steps,
             bucket=bucket,
             reads=(self.drafters, self.last_and_drafted_W, self.masks),
             repeats=self.drafters[choice.source].repeats_operators,
         )
 
-    def _draft(self, choice: DraftChoice, has_masks: bool, is_forced: bool, bucket: int, state: BatchState) -> Draft:
-        rows, number, num_rows = self.draft_rows(state), choice.num_tokens, len(state.lengths_B)
+    def _draft(  # noqa: PLR0917 - a stage's
+        self,
+        choice: DraftChoice,
+        has_masks: bool,
+        is_forced: bool,
+        steps: RowSteps | None,
+        bucket: int,
+        state: BatchState,
+    ) -> Draft:
+        rows, number = self.draft_rows(state)._replace(steps=steps), choice.num_tokens
+        num_rows = len(rows.lengths_B)
         if self.masks and has_masks:
             rows = rows._replace(masks=MasksOfDrafts(self.masks, slice(0, num_rows)))
         if self.masks and is_forced:
@@ -293,11 +304,11 @@ class Round:
         if isinstance(draft.nodes, Chain) and not writes_ids(drafter):
             places_BK = rows.lengths_B[:, None] + self.last_and_drafted_W[1 : number + 1]
             rows.tokens_BS.scatter_(1, places_BK, draft.ids_BK)
-        return self._counted(draft, state)
+        return self._counted(draft, state, steps)
 
-    def _counted(self, draft: Draft, state: BatchState) -> Draft:
+    def _counted(self, draft: Draft, state: BatchState, steps: RowSteps | None) -> Draft:
         """A draft of which rows take no more tokens than their settings say."""
-        return draft.at_most(state.most_drafted_B[:, None]) if self.steps and self.steps.limits else draft
+        return draft.at_most(state.most_drafted_B[:, None]) if steps and steps.limits else draft
 
     def _score(self, num_tokens: int, bucket: int, state: BatchState, draft: Draft) -> Tensor:
         """The target's logits after the last token and each drafted one."""
@@ -305,10 +316,11 @@ class Round:
             return self._score_tree(state, draft.ids_BK, draft.nodes, bucket=bucket)
         return self.score(state, num_drafted=num_tokens, bucket=bucket)
 
-    def _decide(
+    def _decide(  # noqa: PLR0917 - a stage's
         self,
         num_tokens: int,
         has_masks: bool,
+        steps: RowSteps | None,
         state: BatchState,
         draft: Draft,
         logits_BWV: Tensor,
@@ -317,7 +329,7 @@ class Round:
         decision = self.verifier.verify(
             draft,
             logits_BWV,
-            self._context(state, num_drafted=num_tokens),
+            self._context(state, steps, num_drafted=num_tokens),
             draws=self._draws(state, draft),
             bits_BTX=self.masks.bits_BTX[: len(draft.ids_BK), : num_tokens + 1] if has_masks and self.masks else None,
             forced_B1=self._forced(state, draft),
@@ -333,11 +345,12 @@ class Round:
             taken_B = (state.lengths_B < state.limits_B) * (num_drafted + 1)
         return self._forward(state, ids_BW, positions_BW, bucket=bucket, taken_B=taken_B)
 
-    def _context(self, state: BatchState, *, num_drafted: int) -> Context | None:
+    def _context(self, state: BatchState, steps: RowSteps | None, *, num_drafted: int) -> Context | None:
         """The rule's context of chains if it needs one."""
         if self.tree or not self.verifier.needs_context:
             return None
-        return state.rows.before(state.lengths_B[:, None] + self.last_and_drafted_W[: num_drafted + 1])
+        rows = state.rows._replace(steps=steps)
+        return rows.before(state.lengths_B[:, None] + self.last_and_drafted_W[: num_drafted + 1])
 
     def _score_tree(self, state: BatchState, ids_BN: Tensor, nodes: Topology, *, bucket: int) -> Tensor:
         """The target's logits after the last token and each node."""
@@ -418,7 +431,6 @@ class Round:
         name: str,
         function: Callable[..., Any],
         *arguments: Hashable,
-        needs: Needs = (),
         bucket: int = 0,
         reads: Sequence[object],
         repeats: bool,
@@ -426,16 +438,11 @@ class Round:
     ) -> Stage:
         """Make a stage of a function of these arguments, its bucket if it reads a cache, the batch and values.
 
-        All that decides which operators the function calls is among its arguments, or what rows need if it draws.
+        All that decides which operators the function calls is among its arguments.
         """
         given = (*arguments, bucket) if bucket else arguments
-        operators = function, arguments, needs
+        operators = function, arguments
         return Stage(name, partial(function, *given), operators, bucket, reads, repeats, (*behind,), self.verifier.comm)
-
-    @property
-    def needs(self) -> Needs:
-        """What the settings of rows need now; empty if all rows have the settings of the run."""
-        return tuple(vars(self.steps).values()) if self.steps else ()
 
     def longest(self, choice: DraftChoice) -> int | None:
         """The longest rows that a round drafts for, which decodes longer ones plainly; None for all.
@@ -531,7 +538,9 @@ class Round:
 
         if is_shared := self.verifier.comm.size > 1:
             read_by_drafters()
-        context = prompts.rows.before(prompts.lengths_B[:, None] - 1) if self.verifier.needs_context else None
+        context = None
+        if self.verifier.needs_context:
+            context = prompts.rows._replace(steps=self.steps).before(prompts.lengths_B[:, None] - 1)
         nothing = Draft(prompts.tokens_BS[:, :0])
         bits_R1X = first_masks(constraints, self.target.vocab_size, self.target.device) if constraints else None
         draws = self._draws(prompts, nothing)

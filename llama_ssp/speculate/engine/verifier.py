@@ -163,7 +163,7 @@ def _unpacked(packed_B3: Tensor) -> Decision:
     return Decision(*packed_B3.split(1, dim=1))
 
 
-def _of_rows(part: Any, rows: slice) -> Any:  # noqa: ANN401 - None, a tensor or a tuple of tensors
-    if part is None or isinstance(part, Tensor):
-        return None if part is None else part[rows]
-    return type(part)(*[one[rows] for one in part])
+def _of_rows(part: Any, rows: slice) -> Any:  # noqa: ANN401 - None, a tensor, or tensors with a name
+    if isinstance(part, Draws):
+        return Draws(*(one[rows] for one in part))
+    return part.some(rows) if isinstance(part, Context) else part if part is None else part[rows]

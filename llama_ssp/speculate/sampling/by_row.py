@@ -16,13 +16,9 @@ graph takes memory, and 0.1 s of all rows to capture, so that rounds that are gr
 Shapes: B sequences, R some of them, T scored positions, V vocabulary, X settings of a row, M biases.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-from llama_ssp.architectures.engine import ROWS_WITH_STEPS
 from llama_ssp.settings.processors import filters, numbers_of, penalties
 from llama_ssp.settings.schema import MOST_BIASES, SamplingConfig
 from llama_ssp.speculate.sampling.context import Context, TokenCounts
@@ -59,70 +55,35 @@ def settings_of(sampling: SamplingConfig | None) -> list[float]:
     ]
 
 
-@dataclass(kw_only=True)
-class RowSteps:
-    """Steps that the rows of a batch need now; the rules of one round, of target and drafts, share this object.
-
-    Attributes:
-        filters: the names of filters that a row needs; with `few`, of all if a row needs one.
-        penalizes: a row needs a penalty, a bias or a ban.
-        has_greedy: a row is greedy, or needs another step, which costs more than the one for greedy rows.
-        most: at least the rows that truncate, and the rows that are penalized: one of few numbers.
-        limits: a row takes fewer drafted tokens than others.
-    """
-
-    has_greedy: bool = False
-    filters: frozenset[str] = frozenset()
-    penalizes: bool = False
-    most: int = 0
-    limits: bool = False
-
-    def follow(self, samplings: Sequence[SamplingConfig], *, limits: bool, few: bool = False) -> None:
-        """Take the steps that these settings of rows need; with `few`, one of few sets that has them."""
-        filtered = [asked for sampling in samplings if (asked := numbers_of(sampling, filters()))]
-        num_penalized = sum(sampling.penalizes for sampling in samplings)
-        number, self.penalizes = max(len(filtered), num_penalized), num_penalized > 0
-        self.filters = frozenset({one.name for asked in filtered for one, _ in asked})
-        if few and number:
-            self.filters = frozenset({one.name for one in filters()})
-        self.has_greedy = number > 0 or not all(sampling.temperature for sampling in samplings)
-        self.limits = limits
-        if few:
-            self.has_greedy = self.limits = self.has_greedy or limits
-        self.most = next((most for most in (0, *ROWS_WITH_STEPS) if number <= most), _LARGEST)
-
-
 class ByRow:
     """Maps logits (B, T, V) and their context to the probabilities that each row's settings ask for.
 
     Each row equals the result of `context.penalty` and `processors.processor`; fp32, or fp64 of logits in fp64.
-    `steps` has the steps that any row of the batch needs now.
     """
-
-    def __init__(self, steps: RowSteps) -> None:
-        self.steps = steps
 
     def __call__(self, logits_BTV: Tensor, context: Context) -> Tensor:
         """See the class; also NaN in a row with NaN."""
+        steps = context.steps
+        assert steps, "of a batch whose rows have settings of their own"
         logits_BTV = logits_BTV.to(torch.promote_types(logits_BTV.dtype, torch.float32))
-        if self.steps.penalizes:
-            rows_R = _rows(_is_penalized(context.sampling_BX), self.steps.most)
-            some = context if rows_R is None else Context(*(part.index_select(0, rows_R) for part in context))
+        if steps.penalizes:
+            rows_R = _rows(_is_penalized(context.sampling_BX), steps.most)
+            some = context if rows_R is None else context.some(rows_R)
             logits_BTV = _put(logits_BTV, rows_R, _penalized(_some(logits_BTV, rows_R), some))
         scale_B11 = context.sampling_BX[:, 0, None, None].to(logits_BTV.dtype)
-        if self.steps.has_greedy:
+        if steps.has_greedy:
             is_greedy_B11 = scale_B11 == 0
             scale_B11 = scale_B11.masked_fill(is_greedy_B11, 1.0)
         scaled_BTV = logits_BTV * scale_B11
         own = own_operator("softmax", scaled_BTV)
         probs_BTV = own(scaled_BTV.flatten(0, 1), scale=1.0).view_as(scaled_BTV) if own else scaled_BTV.softmax(-1)
-        if self.steps.filters:
+        if steps.filters:
             numbers_BF = context.sampling_BX[:, _FILTERS]
-            rows_R = _rows((numbers_BF != 0).any(1), self.steps.most)
+            rows_R = _rows((numbers_BF != 0).any(1), steps.most)
             found = SortedCandidates(_some(scaled_BTV, rows_R), _some(probs_BTV, rows_R))
-            _filter(found, _some(numbers_BF, rows_R), self.steps.filters)
+            _filter(found, _some(numbers_BF, rows_R), steps.filters)
             probs_BTV = _put(probs_BTV, rows_R, found.probs)
-        if not self.steps.has_greedy:
+        if not steps.has_greedy:
             return probs_BTV
         best_BTV = probs_BTV * 0.0  # NaN stays
         best_BTV.scatter_add_(-1, logits_BTV.argmax(-1, keepdim=True), torch.ones_like(best_BTV[..., :1]))

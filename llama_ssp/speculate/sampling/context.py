@@ -14,6 +14,7 @@ from torch import Tensor
 
 from llama_ssp.settings.processors import numbers_of, penalties
 from llama_ssp.settings.schema import SamplingConfig
+from llama_ssp.speculate.sampling.row_steps import RowSteps
 from llama_ssp.speculate.sampling.shards import WHOLE, Shard
 
 _OF_THE_RUN = torch.empty(0, 0)
@@ -36,6 +37,7 @@ class Rows(NamedTuple):
     tokens that a drafter takes in place of its own, and -1 elsewhere; K is 0 if there are none. A row goes on up to
     `limits_B` tokens; if that is empty, all rows go on. `places_B` are their rows in caches, and in tables of a
     drafter's own; it is empty if these are all rows, in order. `masks` are of rows with constraints, if there are any.
+    `steps` are those that rows with settings of their own need.
     """
 
     tokens_BS: Tensor
@@ -47,6 +49,7 @@ class Rows(NamedTuple):
     limits_B: Tensor = _OF_THE_RUN
     places_B: Tensor = _OF_THE_RUN
     masks: DraftMasks | tuple[()] = ()
+    steps: RowSteps | None = None
 
     @property
     def places(self) -> Tensor | None:
@@ -55,7 +58,11 @@ class Rows(NamedTuple):
 
     def before(self, last_BT: Tensor) -> "Context":
         """The context of positions whose last known token stands at `last_BT` (B, T)."""
-        return Context(self.tokens_BS, self.keys_B, self.prompt_lengths_B, last_BT, self.sampling_BX)
+        return Context(self.tokens_BS, self.keys_B, self.prompt_lengths_B, last_BT, self.sampling_BX, self.steps)
+
+    def some(self, rows: slice) -> "Rows":
+        """Some of the rows."""
+        return Rows._make([part if isinstance(part, RowSteps | None) else part[rows] for part in self])
 
 
 class Context(NamedTuple):
@@ -66,6 +73,13 @@ class Context(NamedTuple):
     prompt_lengths_B: Tensor
     last_BT: Tensor
     sampling_BX: Tensor = _OF_THE_RUN
+    steps: RowSteps | None = None
+
+    def some(self, rows: slice | Tensor) -> "Context":
+        """Some of the rows, given by their numbers or as a slice."""
+        parts = self.tokens_BS, self.keys_B, self.prompt_lengths_B, self.last_BT, self.sampling_BX
+        chosen = [part[rows] if isinstance(rows, slice) else part.index_select(0, rows) for part in parts]
+        return Context._make([*chosen, self.steps])
 
 
 Penalty = Callable[[Tensor, Context], Tensor]

@@ -25,7 +25,7 @@ from torch.nn.functional import pad
 from llama_ssp.ranks.comms import Reads
 from llama_ssp.settings.rules import rule_of
 from llama_ssp.settings.schema import SamplingConfig, VerificationConfig
-from llama_ssp.speculate.sampling.by_row import ByRow, RowSteps
+from llama_ssp.speculate.sampling.by_row import ByRow
 from llama_ssp.speculate.sampling.context import Context, Penalty, penalty
 from llama_ssp.speculate.sampling.draft import Draft, Verdict
 from llama_ssp.speculate.sampling.processors import DRAW_UNITS, processor, rows_after, scale_of
@@ -114,7 +114,7 @@ class Rule:
         needs_context: `draw` and `process` need the context of their positions.
         takes_best: a token is the one with the largest score.
         goes_by_token: whether a drafted token is accepted depends on none after it.
-        steps: of rows that have settings of their own.
+        is_by_row: rows have settings of their own.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class Rule:
         self.needs_context = races or penalize is not None
         self.takes_best = verify is None
         self.goes_by_token = verify is None or verify is verify_speculative
-        self.steps = penalize.steps if isinstance(penalize, ByRow) else None
+        self.is_by_row = isinstance(penalize, ByRow)
 
     def draw(
         self, logits_BTV: Tensor, uniforms_BTP: Tensor, context: Context | None = None
@@ -245,19 +245,16 @@ def make_rule(
     is_cut: bool = False,
     of_trees: Callable[..., Verdict] | None = None,
     shard: Shard = WHOLE,
-    steps: RowSteps | None = None,
 ) -> Rule:
     """Make the rule of a run; at temperature 0 all rules coincide, and `greedy` needs it (`settings.combinations`).
 
     For `breaks_ties` see `processor`. `is_cut` says that several ranks share the model whose logits it reads.
     `of_trees` verifies drawn trees, if drafts are trees. `shard` is of the logits (`planning.spec.draws_over_shards`).
-    Rules of one round share `steps` if rows have settings of their own.
     """
     record = rule_of(verification.rule)
     penalize = penalty(sampling, shard)
     if sampling.by_row and sampling.temperature:
-        assert steps, "rules of one round share them, or one would never learn what rows need"
-        penalize = ByRow(steps)
+        penalize = ByRow()
     if sampling.temperature == 0:
         return Rule(None, None, penalize=penalize, reads_best=is_cut and sampling.takes_best, shard=shard)
     process = None if sampling.by_row else processor(sampling, breaks_ties=breaks_ties and record.needs_probs)

@@ -9,18 +9,18 @@ import torch
 from torch import Tensor
 
 from llama_ssp.architectures.engine import sets_of_steps
-from llama_ssp.settings.processors import filters
 from llama_ssp.settings.schema import SamplingConfig, VerificationConfig
 from llama_ssp.speculate.engine import batch_space
 from llama_ssp.speculate.engine.loop import Decoder, Decoding
 from llama_ssp.speculate.engine.state import Request
 from llama_ssp.speculate.sampling import by_row
-from llama_ssp.speculate.sampling.by_row import ByRow, RowSteps, settings_of
+from llama_ssp.speculate.sampling.by_row import ByRow, settings_of
 from llama_ssp.speculate.sampling.context import Context, penalty
 from llama_ssp.speculate.sampling.processors import processor
+from llama_ssp.speculate.sampling.row_steps import RowSteps
 from llama_ssp.speculate.sampling.rules import make_rule
 from tests.helpers.decoders import complete, make_decoder, requests
-from tests.helpers.exact_law import exact_law
+from tests.helpers.exact_law import EVERY_STEP, exact_law
 from tests.helpers.operator_count import OperatorSizes
 from tests.helpers.prefix_runner import PrefixRunner
 from tests.helpers.table_models import joint_law, random_table
@@ -37,13 +37,6 @@ MIXED = [
     SamplingConfig(temperature=1.25, top_nsigma=0.75, top_p=0.9),
 ]
 PROMPT = (3, 1, 1)
-ALL: Any = {
-    "has_greedy": True,
-    "filters": frozenset([one.name for one in filters()]),
-    "penalizes": True,
-    "most": 1 << 30,
-}
-"""Steps for every row."""
 
 
 @pytest.fixture(autouse=True)
@@ -69,9 +62,8 @@ def law_error(rule_name: str, *, is_point_mass: bool = False, of_rows: list[Samp
     """The largest error (G,) of the law of each row's text, which gets the settings `of_rows`."""
     num_draft_tokens, num_tables = 1, len(MIXED)
     target, draft = (random_table(seed=seed, num_tables=num_tables, max_length=num_draft_tokens) for seed in (13, 23))
-    steps = RowSteps(**ALL)
     sampling = SamplingConfig(temperature=1.0, by_row=True)
-    rule = make_rule(sampling, VerificationConfig(rule=rule_name), steps=steps)
+    rule = make_rule(sampling, VerificationConfig(rule=rule_name))
     measured = exact_law(
         rule,
         target=target,
@@ -121,8 +113,7 @@ def test_settings_of_the_neighbour_are_found_out() -> None:
 def test_steps_of_other_rows_change_no_bit(chosen: list[int], num_vacant: int, few: bool) -> None:
     """In batches of some of these rows, whose steps are as many as they need, with vacant rows before and between."""
     samplings = [MIXED[place] for place in chosen]
-    steps = RowSteps()
-    steps.follow(samplings, limits=False, few=few)
+    steps = RowSteps.of(samplings, limits=False, few=few)
     num_rows, vocab_size = len(samplings) + num_vacant, 300
     generator = torch.Generator().manual_seed(3)
     logits_BTV = 3 * torch.randn(num_rows, 3, vocab_size, generator=generator)
@@ -134,9 +125,9 @@ def test_steps_of_other_rows_change_no_bit(chosen: list[int], num_vacant: int, f
     settings_BX[:, 0] = 1
     settings_BX[rows] = context.sampling_BX
     context = context._replace(sampling_BX=settings_BX)
-    found_BTV = ByRow(steps)(logits_BTV, context)
+    found_BTV = ByRow()(logits_BTV, context._replace(steps=steps))
     for row, sampling in zip(rows, samplings, strict=True):
-        one = Context(*(part[row : row + 1] for part in context))
+        one = context.some(slice(row, row + 1))
         assert found_BTV[row].equal(alone(logits_BTV[row : row + 1], one, sampling)[0]), sampling
 
 
@@ -147,9 +138,7 @@ def test_rounds_that_are_graphs_have_few_sets_of_steps_which_have_all_that_rows_
     for numbers in product(range(num_rows + 1), repeat=2):
         for other, third, limits in product(kinds, kinds, (False, True)):
             samplings = [*[other] * numbers[0], *[third] * numbers[1], *[kinds[0]] * num_rows][:num_rows]
-            needed, few = RowSteps(), RowSteps()
-            needed.follow(samplings, limits=limits)
-            few.follow(samplings, limits=limits, few=True)
+            needed, few = (RowSteps.of(samplings, limits=limits, few=each) for each in (False, True))
             assert all(have >= need for have, need in zip(vars(few).values(), vars(needed).values(), strict=True))
             of_graphs.add((*list(vars(few).values())[:3], few.limits, min(few.most, num_rows)))
     assert len(of_graphs) == sets_of_steps(num_rows)
@@ -170,12 +159,11 @@ def test_a_row_costs_its_neighbours_no_sort_and_no_count_of_their_tokens() -> No
     plain, mixed = [MIXED[1]] * 16, [*[MIXED[1]] * 14, MIXED[3], MIXED[4]]
     counted = {}
     for name, samplings in (("plain", plain), ("mixed", mixed), ("penalized", [*plain[1:], MIXED[6]])):
-        steps = RowSteps()
-        steps.follow(samplings, limits=False)
+        steps = RowSteps.of(samplings, limits=False)
         logits_BTV = torch.randn(16, 3, 1000)
         context = context_of[16]._replace(sampling_BX=settings(samplings))
         with OperatorSizes() as sizes:
-            ByRow(steps)(logits_BTV, context)
+            ByRow()(logits_BTV, context._replace(steps=steps))
         counted[name] = sizes
     assert counted["plain"].num_kernels <= 4
     assert not counted["plain"].of("sort")
@@ -285,8 +273,8 @@ def test_extreme_settings_have_the_law_of_a_batch_of_their_own() -> None:
     tokens_BS = torch.randint(vocab_size, (num_rows, 9), generator=generator)
     lengths_B = torch.full((num_rows,), 4)
     context = Context(tokens_BS, lengths_B, lengths_B, torch.full((num_rows, 1), 8), settings(samplings))
-    found_BTV = ByRow(RowSteps(**ALL))(logits_BTV, context)
+    found_BTV = ByRow()(logits_BTV, context._replace(steps=EVERY_STEP))
     for row, sampling in enumerate(samplings):
-        one = Context(*(part[row : row + 1] for part in context))
+        one = context.some(slice(row, row + 1))
         assert found_BTV[row].equal(alone(logits_BTV[row : row + 1], one, sampling)[0]), sampling
         assert found_BTV[row].sum() == pytest.approx(1), sampling
