@@ -94,10 +94,12 @@ class DrafterRecord:
     problems: Callable[[RunConfig], Iterable[str | NoEffect]] = lambda _config: ()
     # without a model, what plans count for it, from its settings.
     terms: Callable[[Any, RoundSizes], DraftTerms] = lambda _draft, _round: DraftTerms()
-    # without a model, whether its settings let it see some of a text alone, whose slots are not its positions.
+    # without a model, whether by its settings it sees only a part of each text, in a cache of its own where a token's
+    # slot is not its position. `reproducible=true` on a GPU refuses such drafts.
     sees_window: Callable[[Any], bool] = lambda _draft: False
     step_name: str = "draft"  # without a model, what it does in a round, in the table of a plan.
-    # its settings with which it drafts from a row's own text alone.
+    # from its settings, those with which it drafts along a finished text that no round verifies: from this text alone,
+    # and without a change of the target's cache. Tools that score drafts ask for them.
     alone: Callable[[Any], Any] = lambda draft: draft
     # without a model, arguments of transformers' `generate`, which then drafts K tokens as it does; None for none.
     of_library: Callable[[Any, int], dict[str, object]] | None = None

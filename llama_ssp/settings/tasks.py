@@ -142,7 +142,8 @@ class ServedField:
 
     Attributes:
         name: in the body.
-        kind: what its value is: "a number", "a whole number", "true or false", "a text" or "an object".
+        kind: what its value is: "a number", "a whole number", "true or false", "a text" or "an object". Other words are
+            not checked: `read` checks such a value.
         read: `module:function` that takes the value and the request, and returns the request with what is asked for;
             ConfigError refuses the value.
     """

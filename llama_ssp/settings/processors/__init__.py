@@ -59,6 +59,7 @@ class InTransformers(NamedTuple):
     """What transformers has of a processor: its class, and the argument of `generate` with the same name.
 
     Attributes:
+        warper: the name of the class.
         default: of the argument.
         off: the argument that switches it off.
     """
@@ -100,7 +101,7 @@ class Filter(Processor):
 
     Attributes:
         keep: whether each token (..., V) is left; at least one is.
-        reads_logits: it reads more of the candidates than their probabilities.
+        reads_logits: `keep` reads more of the candidates than `probs`; the rest need not be there otherwise.
     """
 
     keep: Callable[[Candidates, float | Tensor], Tensor]
