@@ -158,7 +158,7 @@ class StorageFormat:
     package: Package | None = None  # that the kernel needs.
     is_stored_alone: bool = False  # weights are not quantized to it: it is for checkpoints that are stored so.
     has_published_times: bool = False  # ranges of forecasts follow published rows with it.
-    # how much worse texts are in this format, for plans that suggest it since a model does not fit: 3 or less is little.
+    # how much worse texts are in this format, for plans that suggest it where a model does not fit; up to 3 is little.
     # They never suggest a format with a smaller number than the model's own. None if they never suggest this one.
     change_weight: int | None = None
     # warning of a plan for GPUs about a draft in this format, with `{dtype}` in place of the number format.
