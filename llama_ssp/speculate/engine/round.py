@@ -216,8 +216,10 @@ class Round:
             draft = executor.run(stages.draft, state)
             clock.add("draft")
             if isinstance(draft.num_B1, Tensor) and not constraints and self._reads_ends(executor):
-                draft = draft.first(min(int(draft.num_B1.max()), choice.num_tokens))
-                stages = self.stages(choice._replace(num_tokens=draft.num_tokens), leads, self.steps, bucket=bucket)
+                number = int(draft.num_B1.max())
+                if number < choice.num_tokens:
+                    draft = draft.first(number)
+                    stages = self.stages(choice._replace(num_tokens=number), leads, self.steps, bucket=bucket)
         if constraints and self.masks:  # which the host makes while the target reads
             own = self.verifier.rows_with_masks(len(constraints))
             drafted = Drafted.of(draft, self.verifier.comm) if own.start < own.stop and stages.draft else None

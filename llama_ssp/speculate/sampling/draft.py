@@ -195,8 +195,6 @@ class Draft(NamedTuple):
 
     def first(self, num_tokens: int = 1) -> "Draft":
         """The chain of its first tokens alone."""
-        if num_tokens == self.num_tokens and isinstance(self.nodes, Chain):
-            return self
         ids_BK = self.ids_BK[:, :num_tokens]
         if not num_tokens:
             return Draft(ids_BK)
