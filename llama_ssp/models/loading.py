@@ -97,7 +97,11 @@ def vocabulary_of(origin: WeightSource) -> tuple[str, str]:
 
 
 def with_modules(origin: Origin) -> Origin:
-    """A source whose shape has the modules of its model by the library, if no record of its family says them."""
+    """Return the source with the modules of its model listed in its shape.
+
+    If no record of the model's family describes these, they are read from the model as transformers builds it; else the
+    source is returned as it is.
+    """
     if record_of(origin.shape.model_type).is_written:
         return origin
     found: Origin = _of_library("with_modules", origin)(origin)

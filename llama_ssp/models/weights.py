@@ -364,9 +364,13 @@ class Matched:
             )
 
     def unread(self, ignored: Iterable[str] = ()) -> list[str]:
-        """The stored tensors that no parameter takes, except tensors of images, of further tokens, and of constants.
+        """Return the names of the stored tensors that no parameter takes.
 
-        `ignored` has patterns of more tensors that the library leaves out.
+        Left out are tensors that are known not to be needed: of vision and audio, of MTP layers, and constants that
+        follow from the config.
+
+        Args:
+            ignored: patterns of the names of more tensors to leave out, as transformers lists them for the model.
         """
         known = [_PASSED_OVER, *map(re.compile, ignored)]
         return [

@@ -298,11 +298,12 @@ def _declining(acceptance: float, num_draft_tokens: int, decline: float) -> tupl
 
 @lru_cache(maxsize=4096)
 def overlapped_tokens(acceptance: float, num_draft_tokens: int) -> float:
-    """Expected tokens of a round whose drafting overlaps verification, 1 to K.
+    """Return the expected tokens of a round whose drafting overlaps verification, between 1 and K.
 
-    Rounds renew at each rejection. The next round examines one token, and with probability a the rounds that follow
-    examine K each until one rejects, which takes 1 / (1 - a^K) of them on average. 1 / (1 - a) tokens come from one
-    rejection to the next, the corrected one included, in 1 + a / (1 - a^K) rounds. Their ratio is the result.
+    The rounds between two rejections are a renewal cycle. The first round of a cycle examines one token. With
+    probability a this token is accepted, and then each round examines K tokens until one is rejected, which takes
+    1 / (1 - a^K) rounds on average. A cycle thus has 1 + a / (1 - a^K) rounds, and gives 1 / (1 - a) tokens with the
+    corrected one. The result is the ratio of tokens to rounds.
     """
     examined = sum(acceptance**power for power in range(num_draft_tokens))
     return examined / (1 + acceptance - acceptance**num_draft_tokens)

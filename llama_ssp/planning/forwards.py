@@ -294,14 +294,17 @@ def _product_s(read_bytes: float, model: PlannedModel, hardware: HardwareConfig,
 def _attention_s(
     placement: ModelPlacement, hardware: HardwareConfig, *, batch_size: int, num_positions: int, num_slots: int
 ) -> float:
-    """Attention to `num_slots` slots in all layers, on the rank with the most heads: reading them, or the products.
+    """Seconds of attention to `num_slots` slots in all layers, on the rank with the most heads.
 
-    A position attends to itself and earlier ones, on average half of a block of positions. Each row reads its first
-    state, and writes the states after its tokens, of a prompt the last. Latents are read once, and on a GPU sums of
-    parts of a text are written and read; torch's operators read latents for the scores and again, without the rotary
-    keys, for their sums, and write and read scores. Where a chunk expands them, keys and values of all heads are made
-    of all slots: each number is written and read, and the latents are copied first. A CPU's compiled operator has rates
-    of its own, where they have been measured: it lays out what it reads for its products, and then computes these.
+    The longer of reading and multiplying counts, see `_product_s`; recurrent states are added. What is counted:
+
+    - Pairs: a position attends to itself and to earlier ones, so on average to half of a block of new positions.
+    - Recurrent states: each row reads its first state and writes the states after its tokens; a prompt writes the last.
+    - Latents: read once by compiled operators; on a GPU the sums of the parts of a text are written and read as well.
+      torch's operators read the latents for the scores, read them again without the rotary keys for the sums, and write
+      and read the scores. A chunk that expands latents copies them, and writes and reads keys and values of all heads.
+    - A compiled operator of a CPU whose rates have been measured first lays out what it reads and then multiplies, so
+      its two times add up.
     """
     model, (num_heads, num_kv_heads) = placement.model, placement.most_heads
     shape, num_pairs = model.shape, num_slots - (num_positions - 1) / 2

@@ -387,7 +387,10 @@ def _equal_parts_bytes(spec: PlanSpec, model: PlannedModel, num_kv_heads: int, *
 
 
 def _latent_sums_bytes(spec: PlanSpec, model: PlannedModel, part: _Part, num_slots: int, positions: int) -> int:
-    """Sums in fp32 of the parts of all rows, of as many positions as a GPU's kernel reads latents for at once."""
+    """Bytes of the partial sums in fp32 of a GPU's latent attention, which splits a text into parts.
+
+    The sums are those of all rows and positions, or of the positions that the kernel computes at a time, if fewer.
+    """
     of_position = 4 * part.num_heads * engine.latent_parts(num_slots) * (model.shape.latent_rank + 1)
     return min(spec.batch_size * positions, max(engine.LATENT_SUMS_BYTES // of_position, 1)) * of_position
 

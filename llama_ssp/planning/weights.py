@@ -154,11 +154,13 @@ def _vector_bytes(held: Inventory, model: PlannedModel, device: str) -> int:
 
 
 def _temporary_bytes(products: Sequence[Sequence[tuple[int, int]]], storage: StorageFormat, *, is_half: bool) -> int:
-    """Temporary bytes of the loader, at the largest product of the last layer; each is made before the next is read.
+    """Return the bytes that the loader needs beyond the finished weights, at its peak in the last layer.
 
-    Products are lists of matrices: the bytes that are read, and the bytes that stay. The loader joins the matrices of a
-    product and frees them one by one. Quantizing and halving make copies. GPUs, where nothing is halved, read two
-    matrices ahead.
+    The loader makes one product after the other: it reads the matrices of a product, joins them, and frees them one by
+    one. Quantizing, and packing weights in 16 bits (`is_half`), make copies. Without `is_half`, two matrices are read
+    ahead.
+
+    `products` has, for each matrix of each product, the bytes that are read and the bytes that stay.
     """
     temporary = 0
     for place, product in enumerate(products):

@@ -132,7 +132,9 @@ _STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.22
 
 
 def over_runs(found: Sequence[Estimate | None]) -> Estimate | None:
-    """A figure over runs that differ in their seed: the mean and Student's interval; of one run, its own.
+    """Return a figure over runs that differ only in their seed: the mean, with Student's confidence interval.
+
+    A single run's figure is returned as it is. None if a run has no figure.
 
     Source: Student 1908, "The probable error of a mean".
     """

@@ -318,7 +318,7 @@ class Evaluation:
 
     @property
     def outcome(self) -> str:
-        """The verdict in a few words; one that had too few tokens says what it could not have found."""
+        """The verdict in a few words; if it passed on few tokens, with the faults that they would hardly show."""
         but = f", but could not have found {', '.join(self.unseen)}" if self.passed and self.unseen else ""
         return f"suite={self.suite} {'passed' if self.passed else 'failed'}{but}"
 

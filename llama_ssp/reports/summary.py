@@ -77,7 +77,7 @@ def pairs_of(lines: Iterable[CompletionLine]) -> list[CompletionPair]:
 
 
 def counted_rounds(lines: Sequence[CompletionLine]) -> list[tuple[int, int]]:
-    """Accepted and examined drafted tokens of each round that counts."""
+    """Return the accepted and the examined drafted tokens of each round that examined any."""
     return [
         (accepted, examined)
         for line in lines

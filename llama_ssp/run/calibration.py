@@ -94,10 +94,12 @@ def copy_bytes_per_s(device: torch.device, num_bytes: int = 2**28) -> float:
 
 @torch.inference_mode()
 def cpu_speeds(num_bytes: int = 2**28) -> dict[str, Speed]:
-    """The speeds of a CPU's products by layers that no cache holds, of one row and of some.
+    """Measure a CPU's matrix products with weights too large for any cache, for one row and for several.
 
-    By number format of unquantized weights, and by storage format, if this CPU has our kernel. A format of files alone
-    has the speed of a measured one with as many bits. Then of attention, if this CPU has the operator.
+    Returns:
+        Speeds (bytes from one row, operations from several) by number format of unquantized weights, by storage format
+        if this CPU has our kernel, and of attention if this CPU has the operator. A storage format that only files have
+        gets the speed of the measured format whose bits per weight are closest.
     """
     speeds = dict[str, Speed]()
     compiled = [record for record in formats().values() if operators.made("packed_block", "cpu", record)]

@@ -206,9 +206,9 @@ Progress = Callable[[str, int, int], None]
 def with_draft(
     models: Models, config: RunConfig, world: World, source: Source | None, *, progress: Progress | None = None
 ) -> Models:
-    """The models of a target with the draft of a config, of which this rank's share is loaded; raises as `load_models`.
+    """Load this rank's share of a config's draft, and return `models` with it; raises as `load_models`.
 
-    A draft without a model has no source.
+    `source` is None for a drafter without a model.
     """
     mesh, target, sources = models.mesh, models.target, (*models.sources[:1], *filter(None, [source]))
     mesh.set_timeout(config.timeouts.load_s)

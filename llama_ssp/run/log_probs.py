@@ -108,7 +108,7 @@ def _texts(session: Session, requests: Sequence[PromptRequest]) -> list[tuple[Li
 
 
 def _print(session: Session, found: Sequence[LogProbLine]) -> None:
-    """Print completions with their figures as JSON lines, if the task does."""
+    """Print completions with their log-probabilities as JSON lines, if the task prints its completions so."""
     task, folder = session.config.task, session.folder
     if not (folder and isinstance(task, GenerateConfig) and task.format is OutputFormat.jsonl):
         return

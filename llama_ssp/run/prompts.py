@@ -111,7 +111,10 @@ class Prompt:
 
     @property
     def num_characters(self) -> int:
-        """The length of its text with all that precedes it and is known."""
+        """The number of characters of the prompt's text and of all text before it that is known before the run.
+
+        The model's answers to earlier turns are not known then.
+        """
         before = self.earlier if self.messages is None else [message["content"] for message in self.messages]
         return sum(map(len, (*before, self.text)))
 

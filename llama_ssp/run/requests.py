@@ -22,7 +22,8 @@ from llama_ssp.speculate.engine.state import Request, count_equal_before
 class PromptRequest(Request):
     """A requested completion, and the prompt that it is for.
 
-    A later turn of a conversation has as many ids as its prompt can have, until `with_answers`.
+    For a later turn of a conversation, `prompt_ids` has the greatest length that the prompt can have, until
+    `RequestMaker.with_answers` fills in the model's answers to the earlier turns.
     """
 
     source: Prompt = field(compare=False)
@@ -38,7 +39,7 @@ class PromptRequest(Request):
 
     @property
     def earlier_indices(self) -> range:
-        """The indices of the turns before it in its conversation."""
+        """The indices of the earlier turns of the same conversation."""
         return range(self.index - len(self.source.earlier), self.index)
 
 

@@ -137,7 +137,11 @@ def _machine(session: Session) -> str:
 def _disturbance(
     session: Session, summary: records.Summary, now: CoreTimes, *, ranks_s: float
 ) -> tuple[str | None, str | None]:
-    """The sentences for the user of a slow run, and for the records of any disturbed one; also into the log."""
+    """Return two sentences about what disturbed the run, and log the second one.
+
+    The first is for the user, of a run that was slower than planned. The second is for the records, of any disturbed
+    run. Either is None where it does not apply.
+    """
     decoder = session.decoders.get(session.best_mode)
     others = used_by_others(session.began, now, ranks_s=ranks_s)
     around = Surroundings.of(session.world, decoder.threads.slowness if decoder else {}, others)

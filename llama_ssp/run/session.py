@@ -55,14 +55,14 @@ class Session:
     """The models of a run, its decoders, its records and its terminal.
 
     Attributes:
-        folder: on rank 0.
-        finished: completions recorded by earlier parts of this run.
-        num_prompts: None if they are typed one by one.
+        folder: the run folder on rank 0; None on other ranks.
+        finished: keys of the completions that earlier parts of this run recorded.
+        num_prompts: None if prompts are typed one by one.
         plan: None for an unknown machine.
-        evaluation: the verdict of a task that has one, on rank 0, once there is one.
-        num_read_tokens, num_reused_tokens: see `PromptTokens`; of this replica.
-        experts_read_3: see `Runner`, of the completions of this run; None without experts on this rank.
-        has_gate: a failed evaluation ends the run with an error, once all is recorded.
+        evaluation: on rank 0, the verdict of a task that judges its completions; None before it is known.
+        num_read_tokens, num_reused_tokens: of this rank's replica; see `PromptTokens`.
+        experts_read_3: three sums over the completions of this run, see `Runner`; None if this rank holds no experts.
+        has_gate: whether a failed evaluation ends the run with an error, once everything is recorded.
     """
 
     config: RunConfig

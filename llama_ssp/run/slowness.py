@@ -25,10 +25,10 @@ class Surroundings:
     """Possible causes of a slow run.
 
     Attributes:
-        num_ranks: ranks that share the cores of this one.
-        num_threads: of all these ranks.
-        others: cores that other programs used; None if unknown.
-        slowness: by number of threads, where the run chose it; see `Threads`.
+        num_ranks: the number of ranks that share the cores of this rank, which counts as one of them.
+        num_threads: the threads of these ranks together.
+        others: cores that other programs used, on average; None if unknown.
+        slowness: the average time of a round by number of threads, if the run compared numbers; see `Threads`.
     """
 
     device: str

@@ -126,7 +126,7 @@ REQUEST_FILES: Registry[RequestFile] = Registry(setting="prompts", kind=RequestF
 
 
 def request_file(config: RunConfig) -> RequestFile | None:
-    """The kind of a run's file of requests; None if it has none."""
+    """Return the kind of request file that `prompts` of a run names; None if its prompts are no such file."""
     return next((kind for kind in REQUEST_FILES.all().values() if kind.is_one(config)), None)
 
 

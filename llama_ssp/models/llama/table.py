@@ -95,7 +95,7 @@ def _linear(layer: str, matrix: Matrix, place: str | None, *, has_bias: bool) ->
 
 
 def match_lean(origin: WeightSource, whole: WholeParts) -> Matched:
-    """Match the parameters of a whole model or head with its files."""
+    """Match the parameters of a model or head, as the lean decoder has them, with the tensors of its files."""
     check_servable(lambda name: getattr(origin.config, name, None))
     with config_errors(origin.folder):
         rotary_of(origin.config)

@@ -76,7 +76,10 @@ def _with_baselines(points: Sequence[Point]) -> list[Point]:
 
 
 def _plain_part(run: RunConfig) -> str | None:
-    """All that plain completions and their times depend on, as text; None if they are not shared."""
+    """Return, as text, all settings that plain completions and their times depend on; points of equal texts share them.
+
+    None if plain completions cannot be shared.
+    """
     if not task_of(run).shares_baseline or run.placement.auto or run.prompts == STANDARD_INPUT:
         return None
     rule = RULES.find(run.verification.rule)

@@ -111,7 +111,10 @@ class _Interrupt:
             raise KeyboardInterrupt
 
     def hidden_by(self, error: BaseException) -> BaseException:
-        """Return the interrupt that an error stands for; the error itself without one, or if it knows more of it."""
+        """Return InterruptedRun if the error is a consequence of a signal, else the error itself.
+
+        An SspError that knows which rank reports it, or that is an InterruptedRun already, is returned as it is.
+        """
         is_known = isinstance(error, SspError) and (error.speaks is not None or isinstance(error, InterruptedRun))
         hides = isinstance(error, KeyboardInterrupt) or (self.has_come and not is_known)
         return InterruptedRun("interrupted") if hides else error

@@ -308,9 +308,14 @@ class TreeTables(Workspace):
     def places(
         self, root_B1: Tensor, first: int, depths_BM: Tensor | int, sees_BMA: Tensor, *, bucket: int
     ) -> tuple[Tensor, TreePlaces]:
-        """Positions (B, M) and places of nodes side by side, in rows whose root stands in slot `root_B1`.
+        """Return the positions (B, M) and the slots of M nodes that are stored next to each other in each row's cache.
 
-        The first node stands `first` slots after it. For `sees_BMA` see `TreePlaces`.
+        Args:
+            root_B1: the slot of each row's root.
+            first: the number of slots from the root to the first of these nodes.
+            depths_BM: the depth of each node, or one depth for all.
+            sees_BMA: see `TreePlaces`.
+            bucket: the number of slots that the forward reads.
         """
         num_rows, num_nodes, _ = sees_BMA.shape
         slots_BM = root_B1 + self._numbers_T.narrow(0, first, num_nodes)

@@ -30,7 +30,7 @@ class StopRequest:
         return is_first
 
     def settle(self, *, is_agreed: bool) -> None:
-        """Enter the ranks' agreement on whether a stop was asked for."""
+        """Set `requested` to whether the ranks have agreed to stop."""
         self.requested = is_agreed
 
 

@@ -493,7 +493,11 @@ class Decoding:
         return True
 
     def _read(self) -> bool:
-        """Read a chunk of new prompts, or all that rows are free for if none decodes."""
+        """Read new prompts into free rows; returns whether there was anything to read.
+
+        If rows decode, this reads one chunk: several short prompts, or the next part of a long one. If none does, it
+        reads as many prompts as there are free rows.
+        """
         if not self._reading:
             waiting, free = self._waiting, self.rows.free
             most = min(len(waiting), len(free))
