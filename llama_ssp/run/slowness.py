@@ -58,7 +58,7 @@ class Surroundings:
 
 
 def disturbance(summary: Summary, around: Surroundings) -> str | None:
-    """Say that other programs used the cores of a run that computes on them; None of others, and of a short run."""
+    """Say that other programs used much of the cores during a run on CPUs; None otherwise, and for a short run."""
     if around.device != "cpu" or not around.is_disturbed or summary.num_new_tokens < _LEAST_TOKENS:
         return None
     return f"other programs used {around.others:.1f} of {around.num_cores} cores"
