@@ -52,7 +52,7 @@ def chooser_named(number: int | str) -> LengthChooser | None:
 
 
 def choosers_said() -> str:
-    """The settings that let something choose K; empty without one."""
+    """Return the settings that let K be chosen for each round, in words; empty if no chooser is installed."""
     return listed([said(CHOOSERS.setting, name) for name in CHOOSERS.all()], "or")
 
 
@@ -62,5 +62,5 @@ def finder() -> LengthChooser | None:
 
 
 def longest(number: int | str, draft: ModelShape | None) -> int:
-    """K, or the largest K of what chooses it; raises ConfigError for an unknown name."""
+    """Return K, or the largest K that its chooser can choose; raises ConfigError for an unknown name."""
     return max(CHOOSERS.of(number).lengths(draft)) if isinstance(number, str) else number
