@@ -27,7 +27,7 @@ _Ids = Sequence[int]
 def score_completions(
     models: Models, config: RunConfig, texts: Sequence[tuple[_Ids, _Ids]]
 ) -> Iterator[tuple[int, CompletionLogProbs]]:
-    """Yield the index of each text and the log-probabilities that the config asks for, alike on every rank of a replica.
+    """Yield the index of each text and the log-probabilities that the config asks for, on all ranks of a replica.
 
     Args:
         models: the models, of which the target scores the texts; this replaces its cache.
