@@ -64,11 +64,11 @@ class RowSteps:
     """Steps that the rows of a batch need now; the rules of one round, of target and drafts, share this object.
 
     Attributes:
-        filters: the names of filters that a row needs; with `few`, of all if a row needs one.
-        penalizes: a row needs a penalty, a bias or a ban.
-        has_greedy: a row is greedy, or needs another step, which costs more than the one for greedy rows.
-        most: at least the rows that truncate, and the rows that are penalized: one of few numbers.
-        limits: a row takes fewer drafted tokens than others.
+        filters: names of the filters that some row needs; with `few` (see `follow`), of all filters if any is needed.
+        penalizes: whether a row needs a penalty, a bias or a ban.
+        has_greedy: whether a row is greedy, or needs another step, which costs more than the step for greedy rows.
+        most: one of few numbers, at least that of the rows with filters and that of the rows with penalties.
+        limits: whether a row takes fewer drafted tokens than others.
     """
 
     has_greedy: bool = False
@@ -78,7 +78,7 @@ class RowSteps:
     limits: bool = False
 
     def follow(self, samplings: Sequence[SamplingConfig], *, limits: bool, few: bool = False) -> None:
-        """Take the steps that these settings of rows need; with `few`, one of few sets that has them."""
+        """Set the steps that rows with these settings need; with `few`, one of few sets of steps that contain these."""
         filtered = [asked for sampling in samplings if (asked := numbers_of(sampling, filters()))]
         num_penalized = sum(sampling.penalizes for sampling in samplings)
         number, self.penalizes = max(len(filtered), num_penalized), num_penalized > 0
@@ -130,7 +130,7 @@ class ByRow:
 
 
 def _rows(needs_B: Tensor, most: int) -> Tensor | None:
-    """The rows that need a step, and others up to `most`, which it does not change; None for all rows."""
+    """Return `most` rows, first those that need a step; the step changes nothing in the others. None for all rows."""
     return needs_B.to(torch.uint8).sort(descending=True, stable=True).indices[:most] if most < len(needs_B) else None
 
 
@@ -167,7 +167,7 @@ def _penalized(logits_BTV: Tensor, context: Context) -> Tensor:
 
 
 def _ends(context: Context, vocab_size: int) -> Tensor:
-    """Whether a token ends the text of a row (B, 1, V)."""
+    """Return which tokens end the text of each row: (B, 1, V)."""
     ids_BE = context.sampling_BX[:, -MOST_ENDS:].long()
     is_known_BE = (ids_BE >= 0) & (ids_BE < vocab_size)
     counts_BV = torch.zeros(len(ids_BE), vocab_size, device=ids_BE.device)
@@ -175,7 +175,7 @@ def _ends(context: Context, vocab_size: int) -> Tensor:
 
 
 def _filter(found: SortedCandidates, numbers_BF: Tensor, needed: frozenset[str]) -> None:
-    """Apply filters to the rows that have them; see `processors.processor`."""
+    """Apply filters to the rows that need them; see `processors.processor`."""
     for one, number_B in zip(filters(), numbers_BF.unbind(1), strict=True):
         if one.name in needed:
             number_B11 = number_B[:, None, None]
