@@ -137,7 +137,7 @@ class RunFolder(AbstractContextManager["RunFolder"]):
         self.results.append(result)
 
     def read_kept(self, name: str) -> str | None:
-        """Return the content of a file such as `models.json`; None if there is none. Raises SspError if reading fails."""
+        """Return the content of a file such as `models.json`, None without it; raises SspError if reading fails."""
         file = self.path / name
         return _read(file).decode("utf-8", errors="replace") if file.exists() else None
 

@@ -39,7 +39,7 @@ class Candidates(Protocol):
     probs: Tensor
 
     def first(self, number: float | Tensor) -> Tensor:
-        """Whether a token is among the `number` most probable ones; tokens that tie with the last of these count too."""
+        """Whether a token is among the `number` most probable ones; tokens that tie with the last one count too."""
 
     def mass_before(self) -> Tensor:
         """The probability, fp64, of all tokens before each one, by descending logits."""
