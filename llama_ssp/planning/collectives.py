@@ -28,9 +28,9 @@ PROBABILITY_BYTES = 4
 def all_reduce_s(hardware: HardwareConfig, ranks: tuple[int, ...], num_bytes: float, *, is_own: bool = False) -> float:
     """Return the seconds of an all-reduce: within each node, then between nodes. An all-gather moves half of the bytes.
 
-    A ring of n ranks sends 2 (n - 1) / n times the bytes over every link. A latency that is an estimate holds for two
-    GPUs of a node, and grows by itself with each doubling of their number, as in NCCL. A measured time replaces the
-    ring of a node; with `is_own`, the time of the program's kernel if that takes `num_bytes`.
+    A ring of n ranks sends 2 (n - 1) / n times the bytes over every link. A latency that is an estimate is that of two
+    GPUs of a node, and counts log2(n) times for n GPUs, as in NCCL. A measured time replaces the ring of a node; with
+    `is_own`, the time of the program's kernel if that takes `num_bytes`.
     """
     num_nodes = len({rank // hardware.num_gpus for rank in ranks})
     inside = -(-len(ranks) // num_nodes)
@@ -57,7 +57,7 @@ def _measured_s(hardware: HardwareConfig, num_ranks: int, num_bytes: float, *, i
     """Return the seconds of a sum inside a node, measured on the nearest number of ranks; None if none was measured.
 
     Between measured sizes the time is interpolated. Outside of them the nearest segment is extended, but a larger sum
-    takes no less than the largest measured one.
+    takes no less than the largest measured one, and a smaller sum no less than 0.
     """
     if num_ranks == 1 or not (measured := _sums_of(hardware, num_ranks, is_own=is_own)):
         return None

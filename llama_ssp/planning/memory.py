@@ -279,8 +279,8 @@ def _rank_memory(spec: PlanSpec, hardware: HardwareConfig, rank: int, target: _P
 def _num_communicators(spec: PlanSpec, rank: int) -> int:
     """Number of groups of several ranks that this rank belongs to, for each of which NCCL keeps buffers from the start.
 
-    The groups are all replicas, the rank's own replica, each model, and each stage and its link to the next. Equal
-    groups count once.
+    The groups are all replicas, the rank's own replica, each stage of the target, the ranks of the draft, and each pair
+    of ranks that sends from a stage to the next. Equal groups count once.
     """
     stages = spec.layout.stages
     pairs = (tuple(sorted(pair)) for both in pairwise(stages) for pair in zip(*both, strict=True))

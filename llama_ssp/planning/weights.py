@@ -143,7 +143,7 @@ def _bytes_of_alike(held: Inventory, model: PlannedModel, *, device: str) -> Wei
 
 
 def _packs_output(held: Inventory, model: PlannedModel, device: str) -> bool:
-    """Whether the output is a copy, see `PlannedModel.packs`; a target's MTP layer has neither output nor embedding."""
+    """Whether the output is a copy, see `PlannedModel.packs`; parts without an output of their own have none."""
     return held.scores and bool(held.head or held.embeddings) and model.packs(held.output, device)
 
 

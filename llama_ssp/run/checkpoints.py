@@ -369,7 +369,7 @@ def check_same_tokens(target: Source, draft: Source) -> None:
 
 
 def num_disagreeing(target_ids: Mapping[str, int], draft_ids: Mapping[str, int]) -> int:
-    """Number of tokens that are in both vocabularies with different ids; the number of all if they share few.
+    """Number of tokens that are in both vocabularies with different ids; all of the target's if few are in both.
 
     If one vocabulary only has more tokens than the other, such as `[PAD]`, the number is 0.
     """

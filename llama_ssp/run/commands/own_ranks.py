@@ -47,10 +47,11 @@ class Start(NamedTuple):
 def read_start(words: Sequence[str], environ: Mapping[str, str], *, default: int | None) -> Start:
     """Read `ranks=` and take it out of the words.
 
-    If the words do not say, there are `default` ranks; if that is None, one rank on each GPU, or one without GPUs.
+    If the words do not say, there are `default` ranks; if that is None, one rank on each GPU that the run can use, or
+    one.
 
-    Raises ConfigError for a number that is none or cannot be started here, or that differs from the number of ranks
-    that `environ` has already.
+    Raises ConfigError for a number of ranks that is invalid or cannot be started here, and for one that differs from
+    the number that a launcher has started according to `environ`.
     """
     given = [word.partition("=")[2] for word in words if word.startswith("ranks=")]
     others = [word for word in words if not word.startswith("ranks=")]

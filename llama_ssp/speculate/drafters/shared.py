@@ -65,7 +65,7 @@ class TapsSender:
     def send_prompts(self, prompts: Prompts, rows: Sequence[int], *, comm: Comm) -> None:
         """Send the taps of prompts, which become these rows, from the first token that the head reads.
 
-        If a prompt consists of whole chunks that are all held, a head may read the last chunk again.
+        If the held tokens of a prompt are whole chunks, a head may read the last of these chunks again.
         """
         rows_R = to_device(rows, prompts.tokens_RS.device)
         first = max(min(start - (1 if start % PREFILL_CHUNK else PREFILL_CHUNK) for start in prompts.starts), 0)
@@ -73,7 +73,7 @@ class TapsSender:
             self._taps.share(positions_RT, rows_R, comm=comm, src=self._src)
 
     def send_newest(self, rows: Rows, *, num_unread: int, comm: Comm) -> None:
-        """Send the taps of the newest tokens of each row but the last, which the target has not read."""
+        """Send the taps of each row's newest tokens, without those of the last token, which the target has not read."""
         number, lengths_B1 = self._most_accepted + num_unread - 1, rows.lengths_B[:, None]
         if number not in self._offsets:
             self._offsets[number] = torch.arange(number, device=lengths_B1.device)

@@ -291,7 +291,10 @@ class NodeLaws(NamedTuple):
         return (self.target_XV * self.factor_X1).sub_(self.draft_XV).clamp_min_(0)
 
     def without(self, ids_X1: Tensor | None) -> "NodeLaws":
-        """Return the distributions after a child and all nodes below it are rejected; None is the last child."""
+        """Return the distributions after a child and all nodes below it are rejected.
+
+        `ids_X1` is None if no child follows.
+        """
         rest_XV = self.rest()
         sums_X1 = rest_XV.sum(-1, keepdim=True)
         # Where both agree nothing is left, and no child is rejected.
