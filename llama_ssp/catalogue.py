@@ -266,7 +266,7 @@ def folders() -> list[Path]:
 
 
 def names(group: str) -> list[str]:
-    """Return the sorted names of a group's options that are files directly in a folder of the group."""
+    """Return the sorted names of the options that lie directly in the folder of a group, over all of `folders`."""
     return sorted({file.stem for folder in folders() for file in (folder / group).glob("*.yaml")})
 
 

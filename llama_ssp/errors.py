@@ -132,9 +132,10 @@ def _contains(name: str, wanted: str) -> bool:
 
 
 def unknown_name(kind: str, given: str, known: Iterable[str]) -> str:
-    """Report an unknown name of a kind such as "model", the known names, and a similar one; without a full stop.
+    """Return the message for an unknown name of a `kind` such as "model", without a full stop.
 
-    The name of an extension that is missing here is said to be one.
+    The message lists the known names and suggests a similar one. If the name belongs to an extension that is not
+    installed, the message says only that.
     """
     if sentence := absent(kind, given):
         return sentence

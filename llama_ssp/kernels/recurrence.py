@@ -25,13 +25,14 @@ _CHUNK, _CHUNK_OF_ROWS = 64, 16
 
 
 class Steps(NamedTuple):
-    """The inputs of T tokens.
+    """The inputs of the recurrence for T tokens; symbols and shapes are those of the module.
 
     Attributes:
-        queries, keys: (B, H, T, N).
-        values: (B, H, T, P).
-        log_decays: the logarithms of d, at most 0, (B, H, T, D).
-        rates: b of the delta rule, (B, H, T); None without one.
+        queries, keys: q and k, (B, H, T, N).
+        values: v, (B, H, T, P).
+        log_decays: the logarithms of d, at most 0, (B, H, T, D): D is 1 for a decay of the whole state, or N for one of
+            each row.
+        rates: b of the delta rule, (B, H, T); None for Mamba 2.
     """
 
     queries: Tensor

@@ -196,7 +196,10 @@ def problems_of(figures: object) -> list[str]:
 
 
 def build(figures: Mapping[str, Any], *, where: str = "") -> HardwareConfig:
-    """Make the dataclass from a description; raises ConfigError with all problems, after `where`."""
+    """Make the dataclass from a description.
+
+    Raises ConfigError that lists all problems; the message begins with `where`.
+    """
     machine, problems = _read_machine(figures)
     if problems:
         raise ConfigError(where + one_message(problems))

@@ -18,9 +18,10 @@ FEW_POSITIONS = 32
 def attend_by_position(
     attend: Callable[[Tensor, Tensor], Tensor], queries_BNQD: Tensor, mask_B1QS: Tensor, *, group: int = 1
 ) -> Tensor:
-    """Call `attend` for the queries, sorted by position, and the mask of each position in turn.
+    """Call `attend` once for each position, with the queries of that position and their mask.
 
-    It maps queries (B, N, Q, D) and what is added to their scores to outputs of the same shape. `group` is G.
+    It maps queries (B, N, Q, D), and what is added to their scores, to outputs of the same shape. The queries are
+    sorted by position; `group` is G.
     """
     if queries_BNQD.shape[2] > FEW_POSITIONS * group:
         return attend(queries_BNQD, mask_B1QS)

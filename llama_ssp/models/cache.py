@@ -37,8 +37,8 @@ class LayerBuffer(NamedTuple):
 
     Attributes:
         parts: (2 N, B * S, W) for writing: the keys of all heads, then their values. Heads come first, so that the
-            slots of a head are contiguous. Side by side (N, B * S, W).
-        keys, values: (B, N, U, W) of the slots that are read; where rows are read by length all slots, (B * S, N, W).
+            slots of a head are contiguous. (N, B * S, W) if keys and values are kept next to each other in a slot.
+        keys, values: (B, N, U, W) of the slots that are read; if rows are read by length, all slots (B * S, N, W).
     """
 
     parts: Tensor
@@ -114,8 +114,8 @@ class StaticCache(Workspace):
     def copy(self, from_row: int, to_rows: Sequence[int], num_tokens: int) -> None:
         """Copy keys and values of the first slots of a row to other rows.
 
-        A copy, and no reference: kernels read a row as one piece of memory, and a token's copy takes a hundredth of the
-        time of reading it.
+        Rows share no memory, because kernels read a row as one piece of memory, and copying a token takes a hundredth
+        of the time that the model needs to read it.
         """
         for whole in self._wholes:
             assert whole is not None, "a forward comes first"
@@ -130,13 +130,13 @@ class StaticCache(Workspace):
                 yield whole.flatten(0, 1)
 
     def clear(self, row: int) -> None:
-        """Overwrite a row by zeros: NaN would reach the next text there, since a masked value is multiplied by 0."""
+        """Overwrite a row by zeros: NaN would affect the next text there, since a masked value is multiplied by 0."""
         for whole in self._wholes:
             if whole is not None:
                 whole[:, :, row].zero_()
 
     def take(self, other: "StaticCache") -> None:
-        """Take over the contents of a smaller cache of as many rows, layer by layer, and leave that one empty."""
+        """Take over the contents of a smaller cache with as many rows, layer by layer, and empty that cache."""
         other.shown.clear()
         other.shown_in_rows.clear()
         for number, whole in enumerate(other._wholes):
@@ -146,7 +146,7 @@ class StaticCache(Workspace):
                 other._wholes[number] = None
 
     def make_buffers(self, layers: Collection[int], device: torch.device, *, num_heads: int, head_dim: int) -> None:
-        """Make the buffers of some layers before keys arrive, unless they are there; other layers get no slot."""
+        """Make the buffers of some layers before keys arrive, unless they exist; other layers get no slots."""
         for number, whole in enumerate(self._wholes):
             if whole is None:
                 num_slots = None if number in layers else 0
@@ -159,14 +159,14 @@ class StaticCache(Workspace):
         return all(whole is not None for whole in self._wholes)
 
     def make_like(self, other: "StaticCache", layers: Collection[int]) -> None:
-        """Make the buffers of some layers with the heads of another cache; other layers get no slot."""
+        """Make the buffers of some layers with the heads of another cache; other layers get no slots."""
         for number, whole in enumerate(other._wholes):
             assert whole is not None, "it is complete"
             num_slots = None if number in layers else 0
             self._zeros(number, whole.device, heads=whole.shape[:2], width=whole.shape[-1], num_slots=num_slots)
 
     def take_slots(self, other: "StaticCache", from_BC: Tensor, cache_rows_B: Tensor | None = None) -> None:
-        """Copy some slots of each row of another cache to the first ones of the same row here, of layers with slots."""
+        """Copy some slots of each row of another cache to the same row's first slots here, in layers with slots."""
         layers = [number for number, own in enumerate(self._wholes) if own is not None and own.shape[3]]
         to_BC = torch.arange(from_BC.shape[1], device=from_BC.device).expand_as(from_BC)
         self.put_slots(to_BC, layers, other.slots(from_BC, layers, cache_rows_B), cache_rows_B)
@@ -179,7 +179,7 @@ class StaticCache(Workspace):
     def put_slots(
         self, slots_BT: Tensor, layers: Collection[int], held: Sequence[Tensor], cache_rows_B: Tensor | None = None
     ) -> None:
-        """Put back what `slots` has returned, or put it elsewhere."""
+        """Write back what `slots` has returned, to the same slots or to others."""
         slots_M = self._slots(slots_BT, cache_rows_B)
         for parts, held_2NMW in zip(self._parts_of(layers), held, strict=True):
             parts.index_copy_(1, slots_M.to(parts.device), held_2NMW)
@@ -191,9 +191,10 @@ class StaticCache(Workspace):
             yield whole.flatten(2, 3).flatten(0, 1)
 
     def buffers(self, bucket: int, *, in_rows: bool = False) -> "BufferOf":
-        """The function from a layer's number, and a source of its new keys and values (M, 2 N, D), to its buffer.
+        """Return a function from a layer's number, and a source of its new keys and values, to the layer's buffer.
 
-        Keys and values that are kept side by side come as they are kept, (M, 1, N, W).
+        The keys and values are (M, 2 N, D); if they are kept next to each other in a slot, (M, 1, N, W) as they are
+        kept.
         """
         bucket = self.num_slots if self._reads_by_length and not in_rows else bucket
         shown = (self.shown_in_rows if in_rows else self.shown)[bucket]
@@ -243,8 +244,8 @@ class CacheView(NamedTuple):
     """The slots of a cache that one forward writes and reads.
 
     Attributes:
-        buffer: gives a layer's buffer.
-        slots_M: of the new tokens, among the slots of all rows.
+        buffer: returns a layer's buffer.
+        slots_M: the slots of the new tokens, numbered over all rows.
         cache_rows_B: each sequence's row in the cache; None for all rows, in order, and where rows are read by length.
         kept: how keys and values are kept.
     """
@@ -265,9 +266,9 @@ class CacheView(NamedTuple):
     def update_joint(
         self, keys_MND: Tensor, values_MND: Tensor, number: int, *, unpacks: bool = True
     ) -> tuple[Tensor, Tensor]:
-        """Write as `update` does keys and values of different widths, or both parts of a latent, side by side.
+        """Write keys and values of different widths, or both parts of a latent, next to each other in a slot.
 
-        Unless it `unpacks` them, they are returned as they are kept.
+        Otherwise as `update`. Unless `unpacks`, they are returned in the format in which they are kept.
         """
         kept_MNW = torch.cat([self.kept.pack(keys_MND), self.kept.pack(values_MND)], -1)
         buffer = self.buffer(number, lambda: kept_MNW[:, None])
@@ -347,7 +348,7 @@ class Masks(Workspace):
 class Taps(Workspace):
     """The inputs of some layers of a target, kept for every slot of its cache: a draft head reads them.
 
-    A forward writes the taps of its tokens wherever it writes their keys and values, and rolls them back alike.
+    A forward writes the taps of its tokens to the slots of their keys and values, so they are rolled back together.
 
     Shapes: M tokens, B sequences, T positions, E the target's width, X = E times the number of layers.
 
@@ -362,7 +363,7 @@ class Taps(Workspace):
         self.num_rows = self._num_slots = self.num_allocations = 0
 
     def allocate(self, *, batch_size: int, num_slots: int) -> None:
-        """Make room for `batch_size` rows of `num_slots` tokens, unless there is; see `Runner.allocate`."""
+        """Allocate memory for `batch_size` rows of `num_slots` tokens, unless it suffices; see `Runner.allocate`."""
         if batch_size == self.num_rows and num_slots <= self._num_slots:
             return
         width = self._width * len(self.layers)
@@ -374,7 +375,7 @@ class Taps(Workspace):
         self.num_allocations += 1
 
     def of_prompts(self, lengths_R: Tensor, rows: Sequence[int]) -> "Taps":
-        """The taps that forwards of prompts of these lengths write, which become these rows."""
+        """Return the taps to which forwards of prompts of these lengths write; the prompts become these rows."""
         return self
 
     def in_rows(self) -> Tensor:
@@ -387,7 +388,7 @@ class Taps(Workspace):
         return (first_B1 + positions_BT).flatten()
 
     def write(self, layer: int, x_ME: Tensor, slots_M: Tensor) -> None:
-        """Keep the input of a tapped layer; of six layers the default taps are (2, 3, 3)."""
+        """Keep the input of a layer, wherever it is in `layers`: the default taps of six layers are (2, 3, 3)."""
         for number, tapped in enumerate(self.layers):
             if tapped == layer:
                 kept_ME = self._kept_MX.narrow(1, number * self._width, self._width)
@@ -398,7 +399,7 @@ class Taps(Workspace):
         return [layer for layer in self.layers if layer < number]
 
     def at(self, layer: int, slots_M: Tensor) -> Tensor:
-        """The input (M, E) of a tapped layer that some slots have."""
+        """Return the kept input (M, E) of a tapped layer at some slots."""
         place = self.layers.index(layer) * self._width
         return self._kept_MX.narrow(1, place, self._width).index_select(0, slots_M)
 
@@ -433,14 +434,14 @@ class Taps(Workspace):
         return positions_BT
 
     def share(self, positions_BT: Tensor, rows_B: Tensor | None = None, *, comm: Comm, src: int) -> None:
-        """Give all ranks of `comm` the taps that rank `src` has at positions of rows."""
+        """Send the taps at positions of rows from rank `src` to all other ranks of `comm`."""
         taps_BTX = comm.broadcast(self.read(positions_BT, rows_B), src=src)
         if comm.rank != src:
             self._kept_MX.index_copy_(0, self.slots(positions_BT, rows_B), taps_BTX.flatten(0, 1))
 
 
 def agreed(comm: Comm, *, is_invariant: bool, packs_prompts: bool) -> tuple[bool, bool]:
-    """Whether all ranks of `comm` are invariant, and whether all pack prompts."""
+    """Return whether all ranks of `comm` are invariant, and whether all pack prompts."""
     answers = comm.gather_text(f"{is_invariant:d}{packs_prompts:d}")
     return all(answer[0] == "1" for answer in answers), all(answer[1] == "1" for answer in answers)
 
@@ -451,7 +452,7 @@ class CachedRunner:
     `cache_dtype` is the format of the cache, a name of `storage.formats`; `layers` are this rank's, None for all.
 
     Attributes:
-        uses_masks: attention takes masks; they are made with the cache.
+        uses_masks: whether attention takes masks; they are made with the cache.
         layer_states: states that recurrent layers keep.
         reads: see `Runner.allocate`.
     """
@@ -514,7 +515,7 @@ class CachedRunner:
         return self._cache
 
     def new_cache(self, *, num_slots: int) -> StaticCache:
-        """Another cache of as many rows."""
+        """Make another cache with as many rows."""
         return StaticCache(
             num_layers=len(self._slot_layers),
             batch_size=self.cache.num_rows,
@@ -526,7 +527,7 @@ class CachedRunner:
 
     @property
     def state_tensors(self) -> list[Tensor]:
-        """All states that layers keep of rows, none without such layers."""
+        """All states of rows that layers keep; none without recurrent layers."""
         return [*self._states.inputs.values(), *self._states.states.values()] if self._states else []
 
     def agree(self, comm: Comm) -> None:

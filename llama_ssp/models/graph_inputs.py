@@ -38,11 +38,11 @@ class PerBucket(dict[int, _T], Generic[_T]):
 
 
 class OwnBuckets(ABC):
-    """Base class of objects that read other buckets than the round; tracing follows it into objects that it holds."""
+    """Base class of objects that read other buckets than the round; tracing also follows it into its members."""
 
     @abstractmethod
     def own_bucket(self, bucket: int) -> int:
-        """The bucket that its own cache is read at in a round that reads `bucket`."""
+        """Return the bucket of its own cache that it reads in a round that reads `bucket`."""
 
 
 def find_tensors(roots: Sequence[object], *, bucket: int) -> tuple[list[Leaf], list[Tensor]]:
@@ -83,11 +83,11 @@ def find_parts(root: object, kind: type[_T], *, seen: set[int]) -> Iterator[_T]:
 
 
 class InPlace:
-    """Copies other weights into the tensors of a model that runs, part by part, as they are loaded.
+    """Copies new weights into the tensors of a running model, part by part, as they are loaded.
 
     Attributes:
-        model: that runs; None if there is none, and new parts are kept.
-        fits: no part so far had another structure than the one before it: kernels of CPUs depend on values.
+        model: the running model; None if there is none, and new parts are kept.
+        fits: whether each part so far had the structure of the part that it replaces; kernels of CPUs depend on values.
     """
 
     def __init__(self, model: object) -> None:
@@ -95,9 +95,9 @@ class InPlace:
         self.fits = model is not None
 
     def keep(self, new: _T, *path: str | int) -> _T:
-        """Copy the tensors of a part into the part of `model` at this path, and return the latter.
+        """Copy the tensors of a part into the part of `model` at this path, and return the part of `model`.
 
-        Returns the new part if their structures differ.
+        Returns the new part if their structures differ, or if there is no model.
         """
         if self.model is None:
             return new
@@ -117,9 +117,9 @@ NOWHERE = InPlace(None)
 
 
 def _are_alike(new: Any, old: Any, pairs: list[tuple[Tensor, Tensor]]) -> bool:  # noqa: ANN401 - any objects
-    """Whether objects differ only in the values of their tensors, which are added to `pairs`.
+    """Whether two objects differ only in the values of their tensors, which are appended to `pairs`.
 
-    Parts of the new one that are None have yet to be made; functions are the same for one device and format.
+    Parts of `new` that are None are still to be made; functions are the same for one device and format.
     """
     if new is None or new is old:
         return True

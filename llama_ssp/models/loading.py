@@ -53,7 +53,7 @@ def load_model(loading: Loading) -> Runner:
 
 
 class MatchedLibrary(Protocol):
-    """A model of a library, with its parameters matched with its files, as `check_model` and draft heads ask for it.
+    """A model of transformers with its parameters matched with its files, for `check_model` and for draft heads.
 
     Attributes:
         matched: see `Matched`.
@@ -71,14 +71,14 @@ class MatchedLibrary(Protocol):
     def check_experts(
         self, shards: Sequence[RankShard], quantization: str, *, grouped_bytes: int, check: Callable[..., None]
     ) -> None:
-        """Check each rank's experts by `check`, and that a product of all at once can take them; see `check_model`."""
+        """Call `check` for each rank's experts, and check that one product of all can take them; see `check_model`."""
 
     def cut(self, own: RankShard) -> None:
         """Cut the model for a rank; PlacementError if the library's plan cannot be followed."""
 
 
 def _of_library(name: str, origin: WeightSource) -> Any:  # noqa: ANN401 - as the record says
-    """The code of a field of the library's record."""
+    """Import the code that a field of the library's record names."""
     model_type = origin.shape.model_type
     return imported(getattr(library_of(model_type), name), setting=f"model_type={model_type}")
 
@@ -89,7 +89,7 @@ def _match_library(origin: WeightSource, *, num_ranks: int = 1, whole: WholePart
 
 
 def vocabulary_of(origin: WeightSource) -> tuple[str, str]:
-    """The stored names of the embedding and the output of a model, which are one if they are tied."""
+    """Return the stored names of the embedding and of the output of a model; they are equal if these are tied."""
     if not is_llama_kind(origin.config):
         return _match_library(origin).vocabulary
     sources = match_lean(origin, WholeParts.none).sources
@@ -97,7 +97,11 @@ def vocabulary_of(origin: WeightSource) -> tuple[str, str]:
 
 
 def with_modules(origin: Origin) -> Origin:
-    """A source whose shape has the modules of its model by the library, if no record of its family says them."""
+    """Return the source with the modules of its model listed in its shape.
+
+    If no record of the model's family describes these, they are read from the model as transformers builds it; else the
+    source is returned as it is.
+    """
     if record_of(origin.shape.model_type).is_written:
         return origin
     found: Origin = _of_library("with_modules", origin)(origin)

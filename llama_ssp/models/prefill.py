@@ -66,10 +66,10 @@ class Held(NamedTuple):
     """The beginning of a prompt that a row of the cache holds.
 
     Attributes:
-        num_tokens: how many tokens; all of a prompt that is equal to another one of the same `Prompts`.
-        row: of the cache: the prompt's own, which needs no copy; one that is not being read into; or the row of a
-            prompt of the same `Prompts` of which nothing is held, or of the equal one.
-        from_saved: the states after it are the ones that `Runner.save` kept.
+        num_tokens: its number of tokens; the whole prompt only if another prompt of the same `Prompts` is equal.
+        row: the row that holds it. This is the prompt's own, which needs no copy; or a row into which no prompt is
+            being read; or the row of the equal prompt, or of a prompt of the same `Prompts` of which nothing is held.
+        from_saved: whether the states after it are those that `Runner.save` kept.
     """
 
     num_tokens: int = 0
@@ -78,11 +78,11 @@ class Held(NamedTuple):
 
 
 class ShortForwards(NamedTuple):
-    """Runs forwards of few tokens, whose inputs are always in one place.
+    """Runs forwards of few tokens, whose inputs are at fixed addresses.
 
     Attributes:
-        inputs_4M: ids, positions and rows of the tokens, and the numbers of the scored ones; for the most tokens.
-        most_scored: prompts of a forward.
+        inputs_4M: ids, positions and rows of the tokens, and indices of the scored ones; M is the most tokens.
+        most_scored: the most prompts of a forward.
         run: calls a function of the inputs of a number of tokens, or replays the call, which overwrites the result.
     """
 
@@ -114,7 +114,7 @@ class Prompts(NamedTuple):
     short: ShortForwards | None = None
 
     def some(self, places: Sequence[int]) -> "Prompts":
-        """The prompts at these places; others do not lengthen them."""
+        """Return the prompts at these indices; other prompts no longer affect the padded length."""
         indices = to_device(places, self.tokens_RS.device)
         lengths = [self.lengths[place] for place in places]
         held = [self.held[place] for place in places] if self.held else ()
@@ -189,13 +189,13 @@ def read_prompts(
 
 
 def _in_order(found: list[Tensor], read: Iterable[int], wanted: Iterable[int]) -> Tensor:
-    """The logits of `wanted` rows, or places, from logits that were read in another order."""
+    """Return the logits of the `wanted` rows, or indices, from logits that were computed in the order of `read`."""
     numbers = {row: number for number, row in enumerate(read)}
     return torch.cat(found).index_select(0, to_device([numbers[row] for row in wanted], found[0].device))
 
 
 def num_common(ids: Sequence[int], other_ids: Sequence[int]) -> int:
-    """Number of tokens that two texts have in common before they part; for texts of one type, compared by slices."""
+    """Return the number of equal tokens at the beginning of two texts of one type, which are compared by slices."""
     low, high = 0, min(len(ids), len(other_ids))
     while low < high:
         middle = (low + high + 1) // 2
@@ -207,7 +207,7 @@ def num_common(ids: Sequence[int], other_ids: Sequence[int]) -> int:
 
 
 def forwards_per_prompt(runner: Runner, lengths: Sequence[int]) -> list[int]:
-    """Numbers of forwards that read some of each prompt, if `read_prompts` reads them together, with nothing held."""
+    """Return how many forwards read a part of each prompt, if `read_prompts` reads all and nothing is held."""
     if runner.packs_prompts:
         chunk = PREFILL_CHUNK * len(lengths)
         ends = accumulate(lengths)

@@ -16,7 +16,7 @@ from llama_ssp.ranks.comms import Comm, Reads
 
 
 class Pieces(NamedTuple):
-    """The owners of the tokens of a packed forward: pieces of several prompts that stand in one row, unpadded.
+    """The prompts to which the tokens of a packed forward belong: pieces of several prompts in one row, unpadded.
 
         one row of M tokens   | prompt 0 ....... | prompt 1 .. | prompt 2, its beginning |
         first_C1              0                  18            31                        57
@@ -27,7 +27,7 @@ class Pieces(NamedTuple):
         rows_M: the row of the cache of each token.
         rows_C: the row of each piece.
         used_C: the slots that its last token sees, int32.
-        first_C1: where each piece begins among the tokens, and M at the end, int32.
+        first_C1: the index of each piece's first token, and M at the end, int32.
         longest: the most tokens of a piece.
     """
 
@@ -42,9 +42,10 @@ class TreePlaces(NamedTuple):
     """Slots of the tokens of a forward that are nodes of trees, one tree in each row.
 
     Attributes:
-        slots_BT: the slots of the cache that they are written to, side by side; several can have one position.
-        sees_BTA: which of the A slots from the root's to the last token's each of them sees, its own included. All see
-            the slots before the root.
+        slots_BT: the slots of the cache that the nodes are written to, next to each other; several nodes can have one
+            position.
+        sees_BTA: whether each node sees each of the A slots from the root's to the last node's, its own included. All
+            nodes see the slots before the root.
         slots_U: the numbers of the slots that are read.
     """
 
@@ -81,9 +82,9 @@ def masks_of(tree: TreePlaces, windows: Iterable[int | None], *, dtype: torch.dt
 
 
 def nearest(seen_BTX: Tensor, window: int | None) -> Tensor:
-    """The last `window` of the slots that each token sees, which are in the order of their positions; None for all.
+    """Return the last `window` of the slots that each token sees, which are in the order of their positions.
 
-    Of a `Chunk`, the token's chunk of the slots.
+    If `window` is None, return all; if it is a `Chunk`, return the slots of the token's chunk.
     """
     if window is None:
         return seen_BTX
@@ -94,13 +95,14 @@ def nearest(seen_BTX: Tensor, window: int | None) -> Tensor:
 
 
 class Cached(Protocol):
-    """A model or a draft head on this rank, whole or in part, with its cache.
+    """A model or a draft head on this rank, or a part of one, with its cache.
 
     Attributes:
-        repeats_operators: a forward of the same shape calls the same operators on tensors that this object holds.
-        reads_by_length: a forward reads each row up to its own length and ignores `bucket`.
-        is_recurrent: layers keep states (`models.states`), so that tokens that do not count must leave no trace, and a
-            row is taken back no further than was allocated for.
+        repeats_operators: whether a forward of the same shape calls the same operators on tensors that this object
+            holds.
+        reads_by_length: whether a forward reads each row up to its own length and ignores `bucket`.
+        is_recurrent: whether layers keep states (`models.states`). Tokens that do not count must then leave no trace,
+            and a row can be rolled back only as far as was allocated for.
         num_allocations: how often `allocate` has replaced the cache, which changes its addresses.
     """
 
@@ -114,9 +116,9 @@ class Cached(Protocol):
     def allocate(self, *, batch_size: int, capacity: int, reads: Reads = Reads.all, num_rolled_back: int = 0) -> None:
         """Allocate a cache for `batch_size` rows of `capacity` tokens, unless the current one suffices.
 
-        A larger one for as many rows takes over the current one's slots, but no states. Forwards up to the next call
-        return what the caller `reads` of their logits; the next one of a row may begin up to `num_rolled_back` tokens
-        before the end of its held tokens.
+        A larger cache with as many rows takes over the current one's slots, but no states. Until the next call,
+        forwards return what the caller `reads` of their logits. Each forward of a row may begin up to `num_rolled_back`
+        tokens before the end of the tokens that the row holds.
         """
 
 
@@ -124,12 +126,13 @@ class Runner(Cached, Protocol):
     """A model on this rank.
 
     Attributes:
-        is_invariant: a forward's results for a token have the same bits with any number of threads, and with any other
-            tokens read at once.
-        packs_prompts: a forward takes `pieces`, on every rank of the model.
+        is_invariant: whether a forward's results for a token have the same bits with any number of threads, and with
+            any other tokens read at once.
+        packs_prompts: whether a forward takes `pieces`, on every rank of the model.
         experts_read_3: sums over all layers of verifications: distinct experts that were read, experts expected if
             tokens choose evenly, and layers; None without experts.
-        num_uses: how often `allocate` was called, which comes first; only the last caller knows what the rows hold.
+        num_uses: how often `allocate` was called. Every use begins with that, and only the last caller knows what the
+            rows hold.
     """
 
     max_position_embeddings: int
@@ -175,9 +178,10 @@ class Runner(Cached, Protocol):
         """
 
     def agree(self, comm: Comm) -> None:
-        """Call this model invariant, and pack prompts, only if all ranks of `comm` can: their messages need one shape.
+        """Keep `is_invariant` and `packs_prompts` only if they hold on all ranks of `comm`.
 
-        All ranks must call this together, with or without a part of the model.
+        Messages between the ranks need one shape. All ranks must call this together, with or without a part of the
+        model.
         """
 
     def forget(self) -> None:
@@ -189,11 +193,14 @@ class Runner(Cached, Protocol):
     def copy(self, from_row: int, to_rows: Sequence[int], num_tokens: int, *, from_saved: bool = False) -> None:
         """Copy the cache's contents from the first slots of a row to other rows, which can include this row.
 
-        The states are the ones after all that the row holds, or what `save` kept if `from_saved`.
+        The states are those after all tokens of the row, or with `from_saved` those that `save` kept.
         """
 
     def save(self, row: int, num_tokens: int) -> None:
-        """Keep the state of a row after its first tokens, the last that it has read, until the next call or copy."""
+        """Keep the state of a row after its first `num_tokens` tokens, which are all that it has read.
+
+        It is kept until the next call of `save` or `copy`.
+        """
 
 
 @dataclass(kw_only=True, eq=False)

@@ -23,7 +23,7 @@ def entering(
     comm: Comm,
     like: Tensor,
 ) -> Tensor:
-    """Return the states (M, E) that the stage before sends, and keep its taps; of the dtype and device of `like`."""
+    """Return the states (M, E) that the stage before sends, with the dtype and device of `like`, and keep its taps."""
     earlier = taps.before(stage.layers.start) if taps else []
     found_MX = stage.receive(num_tokens, width * (1 + len(earlier)), comm=comm, dtype=like.dtype, device=like.device)
     x_ME, *of_taps = found_MX.split(width, dim=1)

@@ -34,11 +34,11 @@ class LayerState(NamedTuple):
     """Sizes of the state that a recurrent layer keeps of a row, on this rank.
 
     Attributes:
-        number: of the layer in its model.
-        num_channels: of its convolution.
+        number: the number of the layer in its model.
+        num_channels: the channels of its convolution.
         width: tokens that the convolution sees, the newest included.
-        shape: of the recurrent state, which is in fp32; empty without one.
-        device: of the layer.
+        shape: the shape of the recurrent state, which is in fp32; empty without one.
+        device: the device of the layer.
     """
 
     number: int
@@ -79,14 +79,14 @@ class StateCache(Workspace):
         return StateView(self, positions_BT, taken_B, rows_B.to(positions_BT.device))
 
     def copy(self, from_row: int, to_rows: Sequence[int]) -> None:
-        """Copy all that is kept of a row to others."""
+        """Copy all states and inputs that are kept of a row to other rows."""
         for whole in (*self.inputs.values(), *self.states.values()):
             in_rows = whole.unflatten(0, (self.num_rows, -1))
             for row in to_rows:
                 in_rows[row].copy_(in_rows[from_row])
 
     def take(self, other: "StateCache", from_row: int, to_rows: Sequence[int], num_tokens: int) -> None:
-        """Copy inputs and states after the first tokens of a row of a cache of as many rows to rows of this one."""
+        """Copy inputs and states after the first tokens of a row of a cache with as many rows to rows of this one."""
         places_W = torch.arange(num_tokens - self.width + 1, num_tokens, device=self._rows_B.device)
         for own, others, places in ((self.inputs, other.inputs, places_W), (self.states, other.states, places_W[-1:])):
             for number, whole in own.items():
@@ -125,7 +125,7 @@ class StateView:
 
     @cached_property
     def _state_rows(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Whether each sequence begins, the rows of the states to read, and the rows to write."""
+        """Return whether each sequence begins here, the rows of the states to read, and the rows to write."""
         num_kept, first_B1, offsets_T = self._cache.num_kept, self._first_B1, self._offsets
         counts_N = offsets_T + 1 if self.keeps_all else offsets_T[-1:] + 1
         behind_BN = first_B1 - 1 + counts_N.minimum(self._taken_rows)
@@ -135,7 +135,7 @@ class StateView:
 
     @cached_property
     def _input_rows(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Whether inputs stand before the text, the rows to read, the last inputs that count, and the rows to write."""
+        """Return which inputs precede the text, the rows to read, the last inputs that count, and the rows to write."""
         num_inputs, first_B1 = self._cache.num_inputs, self._first_B1
         num_before, num_last = self._cache.width - 1, min(self._num_tokens, num_inputs)
         rows_B1 = self._rows_B[:, None] * num_inputs
@@ -164,12 +164,12 @@ class StateView:
         return states.index_select(0, read_B).masked_fill(is_new_B, 0)
 
     def keep(self, number: int, states_BN: Tensor) -> None:
-        """Keep the states (B, N, ...) of a layer after each token if `keeps_all`, else after the last that counts."""
+        """Keep the states (B, N, ...) of a layer: after each token if `keeps_all`, else after the last that counts."""
         states = self._cache.states[number]
         states.index_copy_(0, self._state_rows[2].to(states.device), states_BN.flatten(0, 1))
 
     def places(self, number: int) -> Places:
-        """The rings of a layer, for a kernel that reads and writes them itself."""
+        """Return the rings of a layer, which a kernel reads and writes itself."""
         cache, inputs = self._cache, self._cache.inputs[number]
         first_B1, rows_B = self._first_B1.to(inputs.device), self._rows_B.to(inputs.device)
         taken_B = None if self._taken_B is None else self._taken_B.to(inputs.device)

@@ -22,7 +22,7 @@ def to_device(values: Sequence[object] | Tensor, device: torch.device) -> Tensor
 
 
 class Arriving(NamedTuple):
-    """A tensor on its way to the host; `passed` is an event that follows the copy, None on a CPU."""
+    """A tensor that is being copied to the host; `passed` is an event after the copy, None on a CPU."""
 
     values: Tensor
     passed: torch.cuda.Event | None = None

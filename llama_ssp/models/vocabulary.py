@@ -19,6 +19,6 @@ def embed(ids: Tensor, weight_VE: Tensor, part: range, comm: Comm) -> Tensor:
 
 
 def own_part(logits: Tensor, vocab_size: int, comm: Comm) -> Tensor:
-    """The logits of this rank's part of the vocabulary, of these alone or of all."""
+    """Return the logits of this rank's part of the vocabulary, given these logits alone or those of all tokens."""
     own = vocabulary_parts(vocab_size, comm.size)[comm.rank]
     return logits[..., own.start : own.stop] if logits.shape[-1] == vocab_size else logits

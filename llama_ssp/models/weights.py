@@ -57,22 +57,22 @@ _WHILE_LOADING_BYTES, _AFTERWARDS_BYTES = 2**16, 2**25
 
 @dataclass(frozen=True)
 class Loading:
-    """A model that is loaded, and how: made once, and asked by all that load it.
+    """How a model is loaded: made once, and read by all code that loads it.
 
     Attributes:
-        origin: of the values.
-        label: of the model, for the log.
-        device: of weights and cache.
-        devices: of a target: this rank's, and the GPUs of its node that no rank uses; else empty.
+        origin: the source of the values.
+        label: the model's name in the log.
+        device: the device of weights and cache.
+        devices: for a target, this rank's device and the GPUs of its node that no rank uses; else empty.
         comm: the ranks that share the model, or its layers of a stage.
-        stage: of this rank.
-        dtype: of weights and cache; None for the origin's. Stored buffers keep theirs.
+        stage: the stage of this rank.
+        dtype: the dtype of weights and cache; None for the origin's. Stored buffers keep theirs.
         progress: see `Progress`.
-        precision: of the linear layers; they are quantized as they are read.
-        reproducible: take operators whose bits do not depend on other rows, also where they cost more.
-        whole: what each of several ranks holds whole; by default nothing.
-        target: of a head: the model on this rank whose embedding it shares, if it has none, and both are alike.
-        into: the model on this rank that gets these weights in place of its own.
+        precision: how linear layers are stored; they are quantized as they are read.
+        reproducible: whether to take operators whose bits do not depend on other rows, even if they are slower.
+        whole: the parts that each of several ranks holds whole; by default none.
+        target: for a head without an embedding, the model on this rank whose embedding it shares if both are alike.
+        into: the model on this rank whose weights are replaced by these.
     """
 
     origin: WeightSource
@@ -97,7 +97,7 @@ class Loading:
 
     @property
     def kept_whole(self) -> WholeParts:
-        """Parts that each of several ranks holds whole, also because the family cannot cut them."""
+        """Parts that each of several ranks holds whole, including those that the family cannot cut."""
         return kept_whole(self.origin.shape, self.whole)
 
     @property
@@ -107,7 +107,7 @@ class Loading:
 
     @property
     def own_shard(self) -> RankShard:
-        """The part of this rank; PlacementError if there are too many ranks."""
+        """The shard of this rank; PlacementError if there are too many ranks."""
         shape, quantization = self.origin.shape, self.precision.quantization
         shards = split_model(shape, num_ranks=self.comm.size, quantization=quantization, whole=self.kept_whole)
         return shards[self.comm.rank]
@@ -131,12 +131,13 @@ class Slice(NamedTuple):
 
 
 class Parameter(NamedTuple):
-    """One parameter of a whole model.
+    """One parameter of an unsplit model.
 
     Attributes:
-        shape: as it is stored.
+        shape: its shape as stored.
         role: one of the roles above.
-        dim, units: the dimension that ranks share, and along which units; None for a parameter that each rank holds.
+        dim, units: the dimension that is divided among ranks, and the units of that division; None for a parameter that
+            each rank holds whole.
     """
 
     shape: tuple[int, ...]
@@ -154,7 +155,7 @@ class Parameter(NamedTuple):
 class StoredSlice(NamedTuple):
     """A row of the table: a stored tensor or a slice of it, its size, its number format, and its device.
 
-    Equal rows are one tensor, as tied parameters are.
+    Parameters with equal rows share one tensor, as tied parameters do.
     """
 
     source: str
@@ -217,7 +218,7 @@ class Weights:
         return parameter
 
     def linear(self, *modules: str) -> tuple[Tensor, Tensor | None]:
-        """Take the weights (O, I) and biases (O,) of linear layers with one input, joined by outputs."""
+        """Take weights (O, I) and biases (O,) of linear layers that have one input, joined along their outputs."""
         return_freed()
         weights = [self.take(f"{module}.weight").detach() for module in modules]
         biases = [self.take(name).detach() for module in modules if (name := f"{module}.bias") in self]
@@ -292,11 +293,11 @@ def config_errors(folder: Path) -> Iterator[None]:
 
 
 class Matched:
-    """The parameters of a whole model, and the stored tensor of each: made once, and asked.
+    """The parameters of an unsplit model, and the stored tensor of each: made once, and read by all code that needs it.
 
     Args:
-        origin: of the values.
-        table: of the whole model.
+        origin: the source of the values.
+        table: the parameters of the unsplit model.
         named: the stored names by the names that the model gives them.
         ties: parameters that are one tensor; they share a source if only one is stored.
 
@@ -319,12 +320,12 @@ class Matched:
 
     @cached_property
     def _mtp_layers(self) -> range:
-        """The numbers of layers that predict further tokens, which are not read."""
+        """The numbers of MTP layers, which predict later tokens and are not read."""
         first = self.origin.shape.num_hidden_layers
         return range(first, first + num_layers_ahead(lambda name: getattr(self.origin.config, name, None)))
 
     def _found(self, sources: Mapping[str, str | None], *, others: Sequence[str]) -> dict[str, str]:
-        """The sources, if all are there and fit."""
+        """Return the stored name of each parameter; CheckpointError if one is missing or does not fit."""
         table, origin = self.table, self.origin
         found = {name: source for name, source in sources.items() if source}
         if missing := [name for name in table if name not in found]:
@@ -364,9 +365,13 @@ class Matched:
             )
 
     def unread(self, ignored: Iterable[str] = ()) -> list[str]:
-        """The stored tensors that no parameter takes, except tensors of images, of further tokens, and of constants.
+        """Return the names of the stored tensors that no parameter takes.
 
-        `ignored` has patterns of more tensors that the library leaves out.
+        Left out are tensors that are known not to be needed: of vision and audio, of MTP layers, and constants that
+        follow from the config.
+
+        Args:
+            ignored: patterns of the names of more tensors to leave out, as transformers lists them for the model.
         """
         known = [_PASSED_OVER, *map(re.compile, ignored)]
         return [

@@ -44,14 +44,14 @@ class Acceptance:
     """The probability that a drafted token is accepted.
 
     Attributes:
-        source: where it is from.
-        ends: the low and the high figure, where the table has both; None for a single figure.
-        is_forecast: the pair is not measured.
-        num_draft_tokens: K at which it was measured.
-        known: by position, of a token whose predecessors were accepted; empty where nothing is known.
-        decline: by each further position.
-        between: the figures at two temperatures between which this one lies, each with its share; else empty.
-        is_of_texts: it was read of finished texts, and forecasts the tokens per round of runs of such prompts.
+        source: where the probability is from.
+        ends: the low and the high probability, where the table has both; None for a single one.
+        is_forecast: whether the pair has not been measured.
+        num_draft_tokens: K at which the pair was measured.
+        known: by position, the probability that a token is accepted if those before it are; empty if unknown.
+        decline: the factor by which the probability falls with each later position.
+        between: the acceptances at two temperatures, each with its share, if this one is interpolated; else empty.
+        is_of_texts: whether finished texts were measured, so that the tokens per round of such prompts are known.
     """
 
     probability: float
@@ -166,10 +166,11 @@ def remarks(spec: PlanSpec, acceptance: Acceptance | None, best_ks: tuple[int, i
 
 
 def known(target: str, draft: str, *, temperature: float | None = None) -> Acceptance | None:
-    """The figure of a pair, or of its draft with any target; quantized models have the figure of their base.
+    """Return the acceptance of a pair, else of its draft with any target; None if no file has either.
 
-    Between figures at several temperatures it follows a line; beyond them, the nearest is moved to the pair's. None if
-    no file has one; a file without the form of the package's raises ConfigError.
+    An 8-bit model has the acceptance of its base model. Between temperatures the acceptance is interpolated linearly;
+    outside of them, that of the nearest temperature is adjusted. Raises ConfigError for a file of another form than the
+    package's.
     """
     names = target.removesuffix("_8bit"), draft.removesuffix("_8bit")
     files = all_pairs(tuple(catalogue.folders()))
@@ -224,7 +225,7 @@ def _figure(entry: Mapping[str, Any], temperature: float | None) -> Acceptance:
 
 @cache
 def all_pairs(where: tuple[Path, ...]) -> list[dict[str, Any]]:
-    """The contents of the files of several folders, the first to be asked first; the package's table is the last."""
+    """Return the tables of pairs of several folders, in the order of the search; the package's own is the last."""
     return [read_pairs(file) for folder in where if (file := folder / PAIRS).is_file()]
 
 
@@ -281,9 +282,9 @@ def tokens_by_length(by_position: Sequence[float]) -> list[float]:
 
 @lru_cache(maxsize=4096)  # a search asks for the same few pairs
 def _declining(acceptance: float, num_draft_tokens: int, decline: float) -> tuple[float, float]:
-    """The first position's acceptance and its decline, with the tokens per round of a constant one.
+    """Return the acceptance of the first position and its decline that give as many tokens per round as a constant.
 
-    What is always accepted does not decline.
+    If no declining acceptance can reach that number, the constant is returned with a decline of 1.
     """
     factors = [decline ** (number * (number - 1) / 2) for number in range(1, num_draft_tokens + 1)]
 
@@ -298,18 +299,19 @@ def _declining(acceptance: float, num_draft_tokens: int, decline: float) -> tupl
 
 @lru_cache(maxsize=4096)
 def overlapped_tokens(acceptance: float, num_draft_tokens: int) -> float:
-    """Expected tokens of a round whose drafting overlaps verification, 1 to K.
+    """Return the expected tokens of a round whose drafting overlaps verification, between 1 and K.
 
-    Rounds renew at each rejection. The next round examines one token, and with probability a the rounds that follow
-    examine K each until one rejects, which takes 1 / (1 - a^K) of them on average. 1 / (1 - a) tokens come from one
-    rejection to the next, the corrected one included, in 1 + a / (1 - a^K) rounds. Their ratio is the result.
+    The rounds between two rejections are a renewal cycle. The first round of a cycle examines one token. With
+    probability a this token is accepted, and then each round examines K tokens until one is rejected, which takes
+    1 / (1 - a^K) rounds on average. A cycle thus has 1 + a / (1 - a^K) rounds, and gives 1 / (1 - a) tokens with the
+    corrected one. The result is the ratio of tokens to rounds.
     """
     examined = sum(acceptance**power for power in range(num_draft_tokens))
     return examined / (1 + acceptance - acceptance**num_draft_tokens)
 
 
 def overlapped_corrections(acceptance: float, num_draft_tokens: int) -> float:
-    """Rejections per round, each of which one of the `overlapped_tokens` follows."""
+    """Expected rejections per round with overlap; for each, the `overlapped_tokens` contain one token of the target."""
     whole = acceptance**num_draft_tokens
     return (1 - whole) / (1 + acceptance - whole)
 
@@ -317,9 +319,9 @@ def overlapped_corrections(acceptance: float, num_draft_tokens: int) -> float:
 def tree_tokens(by_depth: Sequence[float], tree: TreeShape) -> float:
     """Expected tokens of a round that drafts a tree.
 
-    `by_depth` is the acceptance of a node's first child. A child that is examined after r rejected ones is taken to
-    be accepted 2 r times less often, as measured on the shipped models (docs/findings/acceptance.md). Of a dynamic tree
-    the nodes that are most often accepted count.
+    `by_depth` is the acceptance of a node's first child. The child that is examined after r rejected ones is assumed to
+    be accepted 2 r times less often, as measured on the shipped models (docs/findings/acceptance.md). Of a dynamic
+    tree, the `num_nodes` nodes that are most often reached count.
     """
     tokens, level, reached = 1.0, [1.0], [1.0]
     for width, acceptance in zip(tree.widths, by_depth, strict=True):

@@ -37,9 +37,9 @@ class Adviser:
     """One adviser; each attribute names code as `module:function`, which takes a spec and a machine.
 
     Attributes:
-        warnings: yields choices that cost more than they gain, from the times as well.
-        notes: yields sentences that are no warnings, from the times as well.
-        changes: returns changes that make a plan fit, the best first; asked only where it does not.
+        warnings: yields sentences on choices that cost more than they gain; also takes the times.
+        notes: yields other sentences; also takes the times.
+        changes: returns changes that make a plan fit, the best first; called only if the plan does not fit.
     """
 
     name: str

@@ -26,11 +26,11 @@ PROBABILITY_BYTES = 4
 
 
 def all_reduce_s(hardware: HardwareConfig, ranks: tuple[int, ...], num_bytes: float, *, is_own: bool = False) -> float:
-    """One all-reduce: within each node, then between nodes. An all-gather moves half of the bytes.
+    """Return the seconds of an all-reduce: within each node, then between nodes. An all-gather moves half of the bytes.
 
-    A ring of n ranks sends 2 (n - 1) / n times the bytes over every link. An estimate of the time of few bytes is of
-    two GPUs of a node, and each doubling of them takes as long again, as NCCL's does. A measured sum takes the place of
-    a node's ring; with `is_own` it is a sum by the program's kernel, if that takes `num_bytes`.
+    A ring of n ranks sends 2 (n - 1) / n times the bytes over every link. A latency that is an estimate is that of two
+    GPUs of a node, and counts log2(n) times for n GPUs, as in NCCL. A measured time replaces the ring of a node; with
+    `is_own`, the time of the program's kernel if that takes `num_bytes`.
     """
     num_nodes = len({rank // hardware.num_gpus for rank in ranks})
     inside = -(-len(ranks) // num_nodes)
@@ -45,7 +45,7 @@ def all_reduce_s(hardware: HardwareConfig, ranks: tuple[int, ...], num_bytes: fl
 
 
 def guesses_sums(hardware: HardwareConfig, ranks: tuple[int, ...]) -> bool:
-    """Whether sums over these ranks were measured neither on this machine nor on GPUs of its kind."""
+    """Whether no sum over these ranks was measured, neither on this machine nor on GPUs of its kind."""
     if len(ranks) == 1 or hardware.device != "cuda":
         return False
     if ranks[0] // hardware.num_gpus != ranks[-1] // hardware.num_gpus:
@@ -54,9 +54,10 @@ def guesses_sums(hardware: HardwareConfig, ranks: tuple[int, ...]) -> bool:
 
 
 def _measured_s(hardware: HardwareConfig, num_ranks: int, num_bytes: float, *, is_own: bool = False) -> float | None:
-    """A sum inside a node for the nearest measured number of ranks; None if none was measured.
+    """Return the seconds of a sum inside a node, measured on the nearest number of ranks; None if none was measured.
 
-    Interpolated by size; the nearest segment is extrapolated, above not below the last sum, below not below 0.
+    Between measured sizes the time is interpolated. Outside of them the nearest segment is extended, but a larger sum
+    takes no less than the largest measured one, and a smaller sum no less than 0.
     """
     if num_ranks == 1 or not (measured := _sums_of(hardware, num_ranks, is_own=is_own)):
         return None

@@ -59,11 +59,14 @@ class ShardDraws(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelPlacement:
-    """A model on its ranks (GPUs if layer-wise), which all hold the parts in `whole`; a key of cached prices.
+    """A model on its ranks, or on its GPUs if layer-wise; the key by which prices are cached.
 
-    With `own_sums` the ranks sum what the program's kernel takes by it, with `equal_bits` a GPU runs the kernels of
-    `reproducible=true`. Without `draws` they gather logits. Of several
-    `stages` of layers it is one `stage`, of which the last has logits.
+    Attributes:
+        whole: parts of the model that each rank holds whole.
+        own_sums: whether the program's kernel makes the sums that it can take.
+        equal_bits: whether a GPU runs the kernels of `reproducible=true`.
+        draws: how the ranks draw without gathering logits; None if they gather them.
+        stages, stage: the layers of each stage, and the number of this one; the last stage has the logits.
     """
 
     model: PlannedModel
@@ -121,10 +124,11 @@ class ModelPlacement:
         return sums + len(of_draws), sums * sum_bytes + sum(of_draws)
 
     def draw_messages(self, num_rows: int, num_scored: int) -> list[int]:
-        """Bytes of each message of the draws at `num_scored` positions of each row, the first of which are drafted.
+        """Bytes of each message of the draws at `num_scored` positions of each row; all but the last were drafted.
 
-        All logits; or peaks and sums of exponentials, the probabilities of drafted tokens and the residuals of a rule
-        that compares them, and the sums of blocks with a token of each; or each rank's best token.
+        The messages are all logits if ranks gather them, and each rank's best token for a greedy rule. Else they are
+        maxima and sums of exponentials, the probabilities of drafted tokens and the residuals for a rule that compares
+        them, and the sum of each block with a token drawn in it.
         """
         total, vocab_size, draws = num_rows * num_scored, self.model.shape.vocab_size, self.draws
         if draws is None:
@@ -150,7 +154,7 @@ class ModelPlacement:
 
     @cached_property
     def shares(self) -> tuple[Inventory, ...]:
-        """Parameters of the ranks, without duplicates if they work at the same time; raises as `rank_shares`."""
+        """Parameters of each device if layer-wise, else each distinct share of the ranks; raises as `rank_shares`."""
         held = rank_shares(self.model, num_ranks=len(self.ranks), backend=self.backend, whole=self.whole)
         held = of_stage(held, self.stages, self.stage)
         return held if self.backend.is_layer_wise else tuple(dict.fromkeys(held))
@@ -280,10 +284,11 @@ def _roofline_s(
 
 
 def _product_s(read_bytes: float, model: PlannedModel, hardware: HardwareConfig, *, operations: float) -> float:
-    """The longer of reading and computing, which no engine does at the data sheet's rate.
+    """Return the longer of reading and computing, with the shares of the data sheet's rates that engines reach.
 
-    On a GPU they overlap in part where both take long: as the length of a vector of reading and of computing at the
-    rate of the best product, as published gains of drafts in batches fall (docs/findings/forecasts.md).
+    On a GPU, two long times overlap only in part: the result is at least the root of the sum of their squares, with
+    computing at the rate of the best products. This fits published gains of drafts in batches
+    (docs/findings/forecasts.md).
     """
     flops = hardware.flops_per_s.get(model.dtype.name) or max(hardware.flops_per_s.values())
     reading, computing = read_bytes / hardware.read_bytes_per_s, operations / (hardware.flops_share * flops)
@@ -294,14 +299,17 @@ def _product_s(read_bytes: float, model: PlannedModel, hardware: HardwareConfig,
 def _attention_s(
     placement: ModelPlacement, hardware: HardwareConfig, *, batch_size: int, num_positions: int, num_slots: int
 ) -> float:
-    """Attention to `num_slots` slots in all layers, on the rank with the most heads: reading them, or the products.
+    """Seconds of attention to `num_slots` slots in all layers, on the rank with the most heads.
 
-    A position attends to itself and earlier ones, on average half of a block of positions. Each row reads its first
-    state, and writes the states after its tokens, of a prompt the last. Latents are read once, and on a GPU sums of
-    parts of a text are written and read; torch's operators read latents for the scores and again, without the rotary
-    keys, for their sums, and write and read scores. Where a chunk expands them, keys and values of all heads are made
-    of all slots: each number is written and read, and the latents are copied first. A CPU's compiled operator has rates
-    of its own, where they have been measured: it lays out what it reads for its products, and then computes these.
+    The longer of reading and multiplying counts, see `_product_s`; recurrent states are added. What is counted:
+
+    - Pairs: a position attends to itself and to earlier ones, so on average to half of a block of new positions.
+    - Recurrent states: each row reads its first state and writes the states after its tokens; a prompt writes the last.
+    - Latents: read once by compiled operators; on a GPU the sums of the parts of a text are written and read as well.
+      torch's operators read the latents for the scores, read them again without the rotary keys for the sums, and write
+      and read the scores. A chunk that expands latents copies them, and writes and reads keys and values of all heads.
+    - A compiled operator of a CPU whose rates have been measured first lays out what it reads and then multiplies, so
+      its two times add up.
     """
     model, (num_heads, num_kv_heads) = placement.model, placement.most_heads
     shape, num_pairs = model.shape, num_slots - (num_positions - 1) / 2
@@ -345,9 +353,9 @@ def _attention_s(
 
 
 def _more_layers(placement: ModelPlacement, hardware: HardwareConfig, num_positions: int) -> float:
-    """Operators that recurrent layers have beyond other layers', counted in layers of the library's modules.
+    """Return the cost of the operators that only recurrent layers have, in layers of transformers' modules.
 
-    On a GPU a kernel takes in the tokens of a round; prompts need the operators.
+    It is 0 for a round on a GPU, where one kernel does this work; prompts need the operators.
     """
     if hardware.device == "cuda" and num_positions <= MOST_DRAFT_TOKENS + 1:
         return 0.0

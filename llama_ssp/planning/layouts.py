@@ -26,11 +26,11 @@ from llama_ssp.text.messages import rounded
 def layouts(
     spec: PlanSpec, *, num_ranks: int, divides: bool, thorough: bool, node_size: int | None = None
 ) -> Iterator[PlanSpec]:
-    """The spec in every layout of `num_ranks`; its own ranks and draft kind are ignored.
+    """Yield the spec in every layout of `num_ranks` ranks; the spec's own ranks and draft kind are ignored.
 
-    It keeps its number of replicas, the most ranks each; `divides` also allows more replicas of fewer ranks. A draft
-    has one rank or all; if `thorough` also every number between. Blocks of several whole nodes, of `node_size` ranks
-    each, also have a stage on each node.
+    Each of its replicas gets as many ranks as possible; with `divides` there are also layouts of more replicas with
+    fewer ranks. A draft has one rank or all ranks of the replica, with `thorough` also each number between. A replica
+    that consists of several whole nodes of `node_size` ranks also gets layouts with a stage on each node.
     """
     most = num_ranks // spec.num_replicas
     for size in block_sizes(most) if divides else [most]:

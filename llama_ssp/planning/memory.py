@@ -26,11 +26,14 @@ GB, GIB = 10**9, 2**30
 
 @dataclass(frozen=True, kw_only=True)
 class _Part:
-    """One model's part on one rank, or on one device of a layer-wise target; by default none.
+    """One model's part on one rank, or on one device of a layer-wise target; by default empty.
 
-    A slot of its cache has `slot_bytes`, and a row `row_bytes` more. `width` is the size of queries, keys and values of
-    a position, `working_bytes` of the largest unpacked matrix. `temporary_bytes` are needed in addition to the weights
-    while loading.
+    Attributes:
+        width: numbers in the queries, keys and values of a position.
+        working_bytes: bytes of the largest unpacked matrix.
+        slot_bytes: bytes of a slot of the cache.
+        row_bytes: bytes of a row beyond its slots.
+        temporary_bytes: bytes needed in addition to the weights while loading.
     """
 
     weights: WeightBytes = field(default_factory=WeightBytes)
@@ -148,7 +151,7 @@ SLACK_SHARE = 0.01
 class RankMemoryPlan:
     """Bytes needed on one rank at the same time, and its capacity.
 
-    The `repeated_bytes` are the part of the weights that every rank of the model holds whole: norms, row scales,
+    The `repeated_bytes` are the part of the weights that every rank of the model holds alike: norms, row scales,
     unsharded tables.
     """
 
@@ -207,13 +210,13 @@ def memory(spec: PlanSpec, hardware: HardwareConfig) -> tuple[RankMemoryPlan, ..
 
 
 def fullest_rank(spec: PlanSpec, hardware: HardwareConfig) -> RankMemoryPlan:
-    """The rank that has the least memory left, of a replica; raises as `memory`."""
+    """The rank of a replica with the least free memory; raises as `memory`."""
     return min((plan for plan, _ in _equal_ranks(spec, hardware)), key=lambda plan: plan.free_bytes)
 
 
 @lru_cache(maxsize=256)  # a search asks more than once
 def _equal_ranks(spec: PlanSpec, hardware: HardwareConfig) -> tuple[tuple[RankMemoryPlan, list[int]], ...]:
-    """The bytes of ranks of a replica, grouped if equal: the first rank's bytes, with all ranks of the group."""
+    """The memory of a replica's ranks, grouped if equal: the plan of the first rank and all ranks of each group."""
     targets, drafts = _target_parts(spec), _draft_parts(spec)
     found: dict[tuple[object, ...], tuple[RankMemoryPlan, list[int]]] = {}
     for rank in sorted({*targets, *drafts}):
@@ -274,9 +277,10 @@ def _rank_memory(spec: PlanSpec, hardware: HardwareConfig, rank: int, target: _P
 
 
 def _num_communicators(spec: PlanSpec, rank: int) -> int:
-    """The groups of several ranks that this one belongs to: of all replicas, of its own, of each model or stage.
+    """Number of groups of several ranks that this rank belongs to, for each of which NCCL keeps buffers from the start.
 
-    NCCL keeps buffers for each from the beginning; equal groups are one.
+    The groups are all replicas, the rank's own replica, each stage of the target, the ranks of the draft, and each pair
+    of ranks that sends from a stage to the next. Equal groups count once.
     """
     stages = spec.layout.stages
     pairs = (tuple(sorted(pair)) for both in pairwise(stages) for pair in zip(*both, strict=True))
@@ -289,10 +293,11 @@ def _logits_bytes(spec: PlanSpec, rank: int) -> int:
     """Bytes of vocabulary-sized tensors of a round on this rank.
 
     Ranks of the target have logits (gathered, then in fp32), or parts of them, and run the rule on these. A rank that
-    runs the rule has the target's and the draft's probabilities in fp32, one more copy if the rule keeps all rows, and
-    one fp64 cumulative sum per row to draw from. Penalties and races need more; the former count all tokens. Requests
-    on a GPU may all truncate and have penalties. Other ranks of the draft have its probabilities, and every rank the
-    whole law of a draft without a model that draws.
+    runs the rule has the probabilities of target and draft in fp32, one more copy if the rule keeps all rows, and one
+    fp64 cumulative sum per row to draw from. Rules with penalties also count all tokens, and rules that draw by
+    position hold random numbers. On a GPU, requests with settings of their own may all truncate and have penalties.
+    Other ranks of the draft have its probabilities. If a draft without a model draws tokens, every rank has the whole
+    distribution.
     """
     layout, positions = spec.layout, max(spec.round_positions, spec.scored_positions)
     size, vocabulary, num_draft_tokens = DTYPE_BYTES[spec.target.dtype], spec.target.shape.vocab_size, positions - 1
@@ -325,13 +330,13 @@ def _logits_bytes(spec: PlanSpec, rank: int) -> int:
 
 
 def _activation_bytes(spec: PlanSpec, hardware: HardwareConfig, model: PlannedModel, part: _Part) -> int:
-    """Peak of a prefill chunk: the residual and its norm, attention or the MLP, and masks where it needs them.
+    """Peak of a prefill chunk: the residual and its norm, attention or the MLP, and masks if attention needs them.
 
     If the attention of a round or of short prompts splits a sequence into parts, each part has its own sums in fp32.
-    With masks the lean decoder copies queries and attended values, and needs a line of the mask for each query of a
-    group. The library's modules repeat keys and values for each head of a group. A cache format that attention cannot
-    read is unpacked layer by layer, keys and values in turn, through fp32. Three copies of a layer's states after the
-    tokens of a round exist at once. For latents see `_latent_bytes`.
+    With masks, the lean decoder copies queries and attended values, and needs a line of the mask for each query of a
+    group. Modules of transformers repeat keys and values for each head of a group. A cache format that attention cannot
+    read is unpacked layer by layer, first keys and then values, through fp32. Three copies of a layer's states after
+    the tokens of a round exist at once. For latents see `_latent_bytes`.
     """
     shape, size = model.shape, DTYPE_BYTES[model.dtype]
     positions = min(engine.PREFILL_CHUNK, spec.prompt_tokens)
@@ -378,7 +383,7 @@ def _activation_bytes(spec: PlanSpec, hardware: HardwareConfig, model: PlannedMo
 
 
 def _equal_parts_bytes(spec: PlanSpec, model: PlannedModel, num_kv_heads: int, *, positions: int) -> int:
-    """Sums of the parts of a row with `reproducible=true`, of as many groups of positions as are computed at once."""
+    """Bytes of partial sums of rows with `reproducible=true`, for the groups of positions that are computed at once."""
     group = model.shape.num_attention_heads // model.shape.num_key_value_heads
     rows, num_parts = engine.equal_tile_rows(group), -(-spec.num_slots // engine.equal_part_slots(num_kv_heads))
     of_group = 4 * num_kv_heads * rows * num_parts * (model.shape.head_dim + 1)
@@ -387,7 +392,10 @@ def _equal_parts_bytes(spec: PlanSpec, model: PlannedModel, num_kv_heads: int, *
 
 
 def _latent_sums_bytes(spec: PlanSpec, model: PlannedModel, part: _Part, num_slots: int, positions: int) -> int:
-    """Sums in fp32 of the parts of all rows, of as many positions as a GPU's kernel reads latents for at once."""
+    """Bytes of the partial sums in fp32 of a GPU's latent attention, which splits a text into parts.
+
+    The sums are those of all rows and positions, or of the positions that the kernel computes at a time, if fewer.
+    """
     of_position = 4 * part.num_heads * engine.latent_parts(num_slots) * (model.shape.latent_rank + 1)
     return min(spec.batch_size * positions, max(engine.LATENT_SUMS_BYTES // of_position, 1)) * of_position
 
@@ -421,11 +429,11 @@ def _latent_bytes(
 
 
 def _graph_bytes(spec: PlanSpec, hardware: HardwareConfig, *, drafts: bool) -> int:
-    """Captured graphs: the target's plain and round forwards, all K draft steps, and forwards of short prompts.
+    """Bytes of captured graphs: plain forwards and rounds of the target, draft steps, and forwards of short prompts.
 
-    They serve all lengths where every model reads its cache by lengths; with masks there are some for each bucket, up
-    to the number of buckets that have graphs at a time. Requests have some for each set of steps. No stage has more
-    than `MOST_GRAPHS`.
+    If every model reads its cache by lengths, one graph serves all lengths. With masks each bucket has graphs, up to
+    the number of buckets that have graphs at a time. If requests have settings of their own, each set of steps has
+    graphs. No stage has more than `MOST_GRAPHS`.
     """
     by_length = all(model.reads_by_length(hardware) for model in (spec.target, spec.draft) if model)
     num_buckets = min(-(-spec.num_slots // engine.BUCKET_STEP[hardware.device]), engine.MOST_GRAPHED_BUCKETS)

@@ -112,9 +112,9 @@ class PlannedModel:
         return once if self.has_latent_kernel(hardware) else once + sums
 
     def state_bytes(self, *num_kept: int, held: Inventory | None = None) -> int:
-        """Bytes of a row's states, kept after its last `num_kept` tokens in each of several places.
+        """Bytes of the recurrent states of a row: the sum over several places, each of which keeps `num_kept` states.
 
-        They are of a rank that holds `held`, by default of all ranks; 0 without such layers.
+        They are those of a rank that holds `held`, by default of all ranks together; 0 for a model without such layers.
         """
         value_bytes, states = DTYPE_BYTES[self.dtype], (held or inventory(self.shape)).states
         if not states:
@@ -158,7 +158,7 @@ class PlannedModel:
 
     @property
     def setting(self) -> str:
-        """The `model.quantization` that a run needs for this: none for weights that are stored so."""
+        """The `model.quantization` that a run needs for this model: none if the files are stored in that format."""
         return NO_QUANTIZATION if self.stored_format and self.stored_format.planned else self.quantization
 
     def can_be(self, quantization: str) -> bool:
@@ -180,9 +180,9 @@ class PlannedModel:
         return Dtype.fp16 if is_kept and self.stored.is_short else self.dtype
 
     def packs(self, matrix: Matrix, device: str) -> bool:
-        """Whether a CPU's products copy an unquantized matrix in 16 bits: of whole blocks, or any of an fp32 model.
+        """Whether a CPU's products use a copy of this unquantized matrix in 16 bits.
 
-        A tied output is then a matrix of its own.
+        They copy matrices of whole blocks, and any matrix of an fp32 model. A tied output is then a matrix of its own.
         """
         is_block = matrix.num_rows % COMPILED_BLOCK == matrix.num_columns % COMPILED_BLOCK == 0
         is_short = device == "cpu" and self.matrix_dtype(device).is_short and not self.by_library

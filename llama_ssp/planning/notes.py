@@ -49,7 +49,7 @@ _MOST_WHOLE = 0.03
 
 
 def notes_on_whole_parts(spec: PlanSpec) -> Iterator[str]:
-    """Name the parts of a target that each of its ranks holds whole, where that is much of its weights."""
+    """Name the parts of the target that each rank holds whole, if they are a large share of a rank's weights."""
     num_ranks = len(spec.target_ranks) // spec.num_stages
     if spec.backend.shares or num_ranks == 1:
         return
@@ -135,7 +135,7 @@ def notes_on_heads(spec: PlanSpec, heads: tuple[int, ...], fullest: RankMemoryPl
 
 
 def notes_on_machine(spec: PlanSpec, hardware: HardwareConfig, fullest: RankMemoryPlan) -> Iterator[str]:
-    """Say how tight it is, and what of a machine or a round is not as usual."""
+    """Say whether memory is tight, and what is unusual about the machine or the rounds."""
     if fullest.is_tight:
         share = 100 * fullest.free_bytes / fullest.capacity_bytes
         yield f"a tight fit: {share:.1f} % of the memory of rank {fullest.rank} is left, and some items are estimates"

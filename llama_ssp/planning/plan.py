@@ -47,12 +47,12 @@ class Plan:
         basis: where the times are from.
         largest_batch: the largest batch that fits at this context; 0 if none does.
         largest_context: the longest row that fits at this batch size.
-        refusals: why runs refuse the models, if they do.
-        warnings: choices that cost more than they gain.
-        notes: facts that the figures do not show.
-        details: the notes that decide little, which are among `notes` too.
-        changes: changes that would make it fit, the best first; empty if it fits, None if none were tried.
-        whole_run: the time of a run whose prompts are known, in a sentence.
+        refusals: sentences on why runs refuse the models; empty if they do not.
+        warnings: sentences on choices that cost more than they gain.
+        notes: sentences on facts that the figures do not show.
+        details: those of the `notes` that matter least.
+        changes: changes that would make the plan fit, the best first; empty if it fits, None if none were tried.
+        whole_run: a sentence on the time of a run whose prompts are known.
     """
 
     spec: PlanSpec
@@ -200,9 +200,10 @@ def require_room(plan: Plan, *, words: Mapping[str, str] | None = None) -> None:
 
 
 def shortage(plan: Plan, *, words: Mapping[str, str] | None = None) -> str:
-    """An error message: the fullest rank, its items, its capacity, and the changes that fit, the smallest first.
+    """Return the error message of a plan that does not fit: the fullest rank, its items, its capacity, and what fits.
 
-    `words` maps settings of `llama-ssp plan` to phrases of callers that lack them; {} stands for the value.
+    Of the changes that fit, the smallest comes first. `words` maps settings of `llama-ssp plan` to phrases for callers
+    that lack these settings, in which {} stands for the value.
     """
     full = plan.fullest
     names = {

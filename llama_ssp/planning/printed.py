@@ -30,9 +30,10 @@ def accepted(*settings: str) -> bool:
 
 
 def command(verb: str, *settings: str) -> str | None:
-    """A command of this program for a shell; None for one that it would refuse.
+    """Return a shell command of this program; None for one that the program would refuse.
 
-    A plan's settings are all that it needs; a run's are planned with the asked ones, since a plan names the machine.
+    The settings of a plan suffice for a plan. A run's command also needs the settings that the user gave, because only
+    a plan names its machine.
     """
     is_plan = verb == "plan"
     planned = settings if is_plan else [one for one in settings if not one.startswith("task")]

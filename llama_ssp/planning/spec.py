@@ -40,7 +40,7 @@ from llama_ssp.settings.trees import TreeShape
 
 
 class PlannedPair(NamedTuple):
-    """A target and a draft, by the names of their models, or by the draft's kind, at a temperature and with a rule."""
+    """A target and a draft, by the names of their models or by the draft's kind, at a temperature and with a rule."""
 
     target: str
     draft: str
@@ -50,11 +50,11 @@ class PlannedPair(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class KnownPairs:
-    """Who knows the acceptance of pairs, such as a file of measurements that a setting names.
+    """A source of acceptances of pairs, such as a file of measurements that a setting names.
 
     Attributes:
         of_run: `module:function` that takes a config, and returns a function from a `PlannedPair` to a
-            `planning.acceptance.Acceptance` or None; None if the config asks for nothing. Raises ConfigError.
+            `planning.acceptance.Acceptance` or None; None if the config names no such source. Raises ConfigError.
     """
 
     name: str
@@ -67,7 +67,7 @@ FindAcceptance = Callable[[PlannedPair], Any]
 
 
 def pairs_known_by(config: RunConfig) -> tuple[FindAcceptance, ...]:
-    """Who knows pairs for a config, the first to be asked first."""
+    """The sources of acceptances that a config names, in the order in which they are asked."""
     asked = (imported(one.of_run, setting=one.name)(config) for one in KNOWN_PAIRS.all().values())
     return tuple(filter(None, asked))
 
@@ -167,12 +167,12 @@ class PlanSpec:
 
     @property
     def pair(self) -> PlannedPair:
-        """Its models, as who knows acceptances is asked."""
+        """Target and draft as the key by which acceptances are looked up."""
         return PlannedPair(self.target.name, str(self.draft_name), self.temperature, self.rule)
 
     @property
     def record(self) -> DrafterRecord:
-        """The kind of its draft; that of draft models without one."""
+        """The record of the draft's kind; without a draft, that of draft models."""
         return DRAFTERS.of(schema.MODEL_DRAFT if self.draft else self.free_draft or schema.NO_DRAFT)
 
     @cached_property
@@ -261,7 +261,7 @@ class PlanSpec:
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:
-        """The K of its rounds, but for rounds that draft nothing."""
+        """The values of K of its rounds, without 0."""
         if self.chooser is None:
             return (self.num_draft_tokens,)
         return self.chooser.lengths(self.draft.shape if self.draft else None)
@@ -279,9 +279,10 @@ class PlanSpec:
 
     @cached_property
     def num_shared_tables(self) -> int:
-        """Tables of the target that a head reads on the same ranks.
+        """Number of tables of the target that a head reads on the same ranks.
 
-        The lean decoder on one rank has its embedding for it, library modules also their output for their MTP layer.
+        A head in the lean decoder on one rank shares the embedding; an MTP layer of transformers' modules shares the
+        output too.
         """
         target, draft = self.target, self.draft
         if draft is None or not draft.shape.shares_embedding or self.target_ranks != self.draft_ranks:
@@ -354,7 +355,7 @@ class PlanSpec:
 
     @property
     def draft_slots(self) -> int:
-        """Cache slots per row of the draft, which has more for a text in its own tokens, as far as its context goes."""
+        """Cache slots per row of the draft: more than the target's for a draft with other tokens, up to its context."""
         if self.draft is None:
             return self.num_slots
         if self.num_kept is not None:
@@ -371,9 +372,10 @@ class PlanSpec:
 
     @cached_property
     def kept_states(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The states of a row that the target keeps, and the draft.
+        """The numbers of states of a row that the target keeps, and those that the draft keeps.
 
-        They follow the last tokens, which it may take back; one more is kept where prompts may have whole chunks.
+        There is a state after each of the last tokens, which a round may take back, and one more if prompts may be long
+        enough for a saved state.
         """
         in_flight, saved = self.num_draft_tokens - 1 if self.overlaps else 0, (1,) * engine.saves_states(self.num_slots)
         return (self.round_positions, *saved), (self.round_positions + in_flight, *saved)
@@ -491,12 +493,15 @@ def draws_over_shards(  # noqa: PLR0913 - all that decides it, for plans and run
     vocab_size: int,
     draft_vocab_size: int | None,
 ) -> tuple[bool, bool]:
-    """Whether the ranks of the target, and the draft's, draw over shards of the vocabulary (`sampling.shards`).
+    """Whether the target's ranks, and the draft's ranks, draw over shards of the vocabulary (`sampling.shards`).
 
-    Else they gather logits. A rule that reads a draft model's probabilities reads them where they are, so that both
-    draw over shards, on the same ranks, or neither; of a law that every rank has whole it reads its own part. Only for
-    chains without top-k, top-p and min-p, of a target that is cut by tensors. `num_scored` positions are scored in a
-    round, of all rows; a draft of other tokens has no `draft_vocab_size`.
+    Ranks that do not draw over shards gather logits. Shards need a target that is split by tensor parallelism, chains,
+    and no top-k, top-p or min-p. A rule that compares with probabilities of a draft model needs them in the same
+    shards: then both models draw over shards on the same ranks, or neither does. If every rank has the draft's whole
+    distribution, the rule reads its own part of it.
+
+    `num_scored` is the number of positions that a round scores in all rows. `draft_vocab_size` is None for a draft with
+    other tokens.
     """
     gathers = backend.by_library or takes_best or truncates or by_row or drafter.reads_target or not is_chain
     if gathers or layout.splits_batch or 4 * num_scored * vocab_size < engine.LEAST_SHARED_BYTES:
@@ -530,9 +535,10 @@ def block_sizes(most: int) -> list[int]:
 
 
 def on_block(spec: PlanSpec, size: int, *, thorough: bool = False, num_stages: int = 1) -> Iterator[PlanSpec]:
-    """The spec with all layouts of a replica of `size` ranks, whose target has `num_stages` of equal numbers of ranks.
+    """Yield the spec in each layout of a replica of `size` ranks, whose target has `num_stages` stages of equal size.
 
-    A draft is beside the last of several stages. As many stages as before keep their layers.
+    If there are several stages, the draft is on the ranks with the logits. If the number of stages stays as it was, so
+    do the layers of each stage.
     """
     layers = spec.layers if num_stages == spec.num_stages else None
     ranks, spec = tuple(range(size)), replace(spec, num_stages=num_stages, layers=layers)
@@ -553,7 +559,7 @@ def on_block(spec: PlanSpec, size: int, *, thorough: bool = False, num_stages: i
 
 
 def without_draft(spec: PlanSpec) -> PlanSpec:
-    """The spec without a draft, whose own ranks the target has then."""
+    """The spec without a draft; ranks that only the draft had become ranks of the target."""
     is_fixed = spec.backend.by_library or spec.num_stages > 1
     ranks = spec.target_ranks if is_fixed else spec.layout.ranks
     return replace(

@@ -57,10 +57,10 @@ PUBLISHED_GPUS = ("A100", "H100", "H200", "B200", "MI250", "RTX 4090")
 
 @dataclass(frozen=True, kw_only=True)
 class OverlappedTime:
-    """Seconds of a round's pieces: both models at once, then the pieces that either waits for.
+    """Seconds of a round that overlaps: both models compute at once, then each may wait for the other.
 
     Attributes:
-        hides_exchange: the exchange takes no time of the target, which computes meanwhile.
+        hides_exchange: whether the exchange takes no time of the target, which computes meanwhile.
     """
 
     draft_s: float
@@ -81,7 +81,7 @@ class OverlappedTime:
         return self.arrived_s + self.verdict_s
 
     def document(self, acceptance: float, num_draft_tokens: int) -> dict[str, Any]:
-        """A plan's figures: K draft steps, shares of the round, and of the drafted tokens."""
+        """The figures of a plan: the time of the draft steps, idle shares, and the share of dropped drafted tokens."""
         kept = overlapped_tokens(acceptance, num_draft_tokens) - overlapped_corrections(acceptance, num_draft_tokens)
         return {
             "draft_ms": 1e3 * self.draft_s,
@@ -157,10 +157,10 @@ class CostModel:
 
     @cached_property
     def least_bytes(self) -> int:
-        """Bytes that a plain step must read in the middle of a completion: weights once, keys and values.
+        """Bytes that a plain step must read in the middle of a completion: the weights once, and keys and values.
 
-        On the slowest rank; layer-wise on all devices, which take turns. At the speed of a copy this is the physical
-        limit.
+        They are those of the slowest rank; of a layer-wise target, those of all devices, which compute one after the
+        other. Read at the speed of a copy, they set the physical limit.
         """
         spec, placement = self.spec, self.target
         of_stages = (
@@ -260,10 +260,10 @@ class CostModel:
         return self.spec.draft_rows if placement is self.draft else self.spec.batch_size
 
     def prefill_s(self, placement: ModelPlacement) -> float:
-        """The prompts of all rows, that of several samples once: a few tokens as one graph, more in chunks.
+        """Seconds of reading the prompts of all rows; the prompt of several samples is read once.
 
-        A GPU computes a chunk while Python launches the next operators. A stage reads the next chunk while later stages
-        read the one before.
+        A few tokens are read by one graph, more of them in chunks. A GPU computes a chunk while Python launches the
+        next operators. A stage reads the next chunk while later stages read the one before.
         """
         stages, seconds, prompt = self._stages_of(placement), 0.0, self.spec.prompt_tokens
         num_rows = -(-self._rows_of(placement) // self.spec.num_samples)
@@ -321,7 +321,7 @@ class CostModel:
         return num_kernels * launch_s + num_passes * 4 * numbers / self.hardware.read_bytes_per_s
 
     def agree_s(self, num_draft_tokens: int, *kinds: str) -> float:
-        """Messages of these kinds between the ranks of a replica, one after the other."""
+        """Seconds of the messages of a round between the ranks of a replica, one after the other."""
         found = round_messages(self.spec, num_draft_tokens)
         sent = [found[kind] for kind in kinds if kind in found]
         return sum(message_s(self.hardware, message.ranks, message.num_bytes) for message in sent)
@@ -343,7 +343,10 @@ class CostModel:
         return messages_s + self.rule_s(num_draft_tokens + 1)
 
     def drafting_s(self, num_draft_tokens: int) -> float:
-        """All draft steps of a round, or a free draft's; the first finds the caches as the target has left them."""
+        """Seconds of all draft steps of a round, or of a draft without a model.
+
+        The first step finds the caches as the target has left them, so it may read more tokens than later ones.
+        """
         free_s = self._free_s(num_draft_tokens) if num_draft_tokens and self.spec.free_settings else 0.0
         if not (self.draft and num_draft_tokens):
             return free_s
@@ -425,7 +428,7 @@ class CostModel:
 
 
 def bubble(costs: CostModel, num_positions: int) -> float:
-    """The share of a step in which a rank waits for other stages: of one rank on average, without draws and drafts."""
+    """The share of a step in which an average rank waits for other stages; draws and drafts do not count."""
     stages_s = costs.stages_s(num_positions)
     return 1 - sum(stages_s) / len(stages_s) / costs.forward(costs.target, num_positions).total_s
 
@@ -611,7 +614,10 @@ def _speculative(costs: CostModel, plain: Timing) -> Timing:
 
 
 def decoding_error(spec: PlanSpec, hardware: HardwareConfig, step_s: float) -> Ends | None:
-    """Factors of the time of a token whose plain step takes `step_s`; None where no published speed says anything."""
+    """Factors of the time per token, an 80 % range of the forecast, for a plain step that takes `step_s`.
+
+    None for measured machines and for CPUs, to which no published speed applies.
+    """
     if hardware.is_measured or hardware.device != "cuda":
         return None
     is_packed, has_rows = spec.target.quantization != NO_QUANTIZATION, hardware.gpu.startswith(PUBLISHED_GPUS)
@@ -633,5 +639,5 @@ def spread(value: float, *ranges: Ends) -> Ends:
 
 
 def times(value: float, factors: Ends) -> Ends:
-    """The range of a value with an error."""
+    """The range of a value, given the range of the factor by which it may be wrong."""
     return value * factors[0], value * factors[1]

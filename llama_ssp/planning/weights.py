@@ -38,7 +38,7 @@ def shares(
 def split(
     sizes: tuple[tuple[str, Any], ...], *, num_ranks: int, quantization: str, whole: WholeParts
 ) -> tuple[tuple[RankShard, ...], tuple[Inventory, ...]]:
-    """The slices of each rank of a model with these sizes, and its parameters; equal ones are the same object."""
+    """The slices of each rank of a model with these sizes, and its parameters; equal slices are the same object."""
     shape = ModelShape(**dict(sizes))
     whole = kept_whole(shape, whole)
     shards = split_model(shape, num_ranks=num_ranks, quantization=quantization, whole=whole)
@@ -143,7 +143,7 @@ def _bytes_of_alike(held: Inventory, model: PlannedModel, *, device: str) -> Wei
 
 
 def _packs_output(held: Inventory, model: PlannedModel, device: str) -> bool:
-    """Whether the output is a copy, see `PlannedModel.packs`; modules of a target have neither output nor embedding."""
+    """Whether the output is a copy, see `PlannedModel.packs`; parts without an output of their own have none."""
     return held.scores and bool(held.head or held.embeddings) and model.packs(held.output, device)
 
 
@@ -154,11 +154,13 @@ def _vector_bytes(held: Inventory, model: PlannedModel, device: str) -> int:
 
 
 def _temporary_bytes(products: Sequence[Sequence[tuple[int, int]]], storage: StorageFormat, *, is_half: bool) -> int:
-    """Temporary bytes of the loader, at the largest product of the last layer; each is made before the next is read.
+    """Return the bytes that the loader needs beyond the finished weights, at its peak in the last layer.
 
-    Products are lists of matrices: the bytes that are read, and the bytes that stay. The loader joins the matrices of a
-    product and frees them one by one. Quantizing and halving make copies. GPUs, where nothing is halved, read two
-    matrices ahead.
+    The loader makes one product after the other: it reads the matrices of a product, joins them, and frees them one by
+    one. Quantizing, and packing weights in 16 bits (`is_half`), make copies. Without `is_half`, two matrices are read
+    ahead.
+
+    `products` has, for each matrix of each product, the bytes that are read and the bytes that stay.
     """
     temporary = 0
     for place, product in enumerate(products):
@@ -217,7 +219,7 @@ def of_stage(held: Sequence[Inventory], stages: Sequence[range], number: int) ->
 def _check_groups(model: PlannedModel, held: tuple[Inventory, ...]) -> None:
     """Raise PlacementError if the inputs of a matrix on some rank do not fill the groups of the storage format.
 
-    Of families without a record, whose matrices a plan does not know, runs alone find that.
+    For families without a record, a plan does not know the matrices; only a run finds this fault.
     """
     storage, layout = model.storage, model.layout
     group = layout.slice_group if layout and layout.slice_group else storage.packing.least_group

@@ -92,7 +92,7 @@ class RunFolder(AbstractContextManager["RunFolder"]):
         return frozenset(line.key for line in self.lines)
 
     def disturbed_before(self, baseline: str | None) -> str | None:
-        """Why an earlier part of this run was disturbed, or the run of its baseline, whose lines are here."""
+        """Return what disturbed an earlier part of this run, or the run of its baseline; None if nothing did."""
         own = [self.path] if self.lines or self.results else []
         for folder in (*own, *map(Path, [baseline] if baseline else [])):
             file = folder / "summary.json"
@@ -137,16 +137,16 @@ class RunFolder(AbstractContextManager["RunFolder"]):
         self.results.append(result)
 
     def read_kept(self, name: str) -> str | None:
-        """The content of such a file as `models.json`, None if there is none; raises SspError if it cannot be read."""
+        """Return the content of a file such as `models.json`, None without it; raises SspError if reading fails."""
         file = self.path / name
         return _read(file).decode("utf-8", errors="replace") if file.exists() else None
 
     def write_kept(self, name: str, content: str) -> None:
-        """Write such a file; raises SspError if the disk fails."""
+        """Write a file such as `models.json`; raises SspError if the disk fails."""
         _write_whole(self.path / name, content)
 
     def append_kept(self, name: str, content: str) -> None:
-        """Write to the end of such a file; raises SspError as `append` does."""
+        """Append to a file such as those of `write_kept`; raises SspError as `append` does."""
         _append(self.path / name, content.encode())
 
     def put_in_order(self) -> None:
@@ -205,7 +205,10 @@ class RunFolder(AbstractContextManager["RunFolder"]):
 
 
 def _changes(old: dict[str, object], new: dict[str, object]) -> list[str]:
-    """Describe each changed setting in a clause. A list that the old settings lack was empty."""
+    """Describe each setting that must not change and has changed, in a clause.
+
+    A list that the old settings do not have counts as empty there.
+    """
     old = {key: value for key, value in new.items() if value == []} | old
     tasks = filter(None, (TASKS.find(str(settings.get("task.name"))) for settings in (old, new)))
     files = [f"{entry}.{name}" for entry in ("model", "draft.model") for name in CHANGES.all()]
@@ -253,7 +256,7 @@ def write_failure(run_dir: Path, *, exit_code: int, sentence: str) -> None:
 
 
 def _write_status(run_dir: Path, status: str) -> None:
-    """Write `status`; on a full disk over the old one, in the block of the disk that this has."""
+    """Write `status`; on a full disk, overwrite the old file in place, which needs no further block of the disk."""
     file = run_dir / "status"
     try:
         _write_whole(file, f"{status}\n")
@@ -268,7 +271,7 @@ def _write_status(run_dir: Path, status: str) -> None:
 
 
 def _locked(file: Path) -> tuple[BinaryIO, bool]:
-    """Take the lock, if there are any; the kernel releases it when this process ends, however it ends."""
+    """Take the lock, if the file system has locks; the kernel releases it when this process ends, however it ends."""
     is_locked = True
     with _explained(file), ExitStack() as closing:
         lock = closing.enter_context(file.open("a+b"))
@@ -335,7 +338,7 @@ def _read(file: Path) -> bytes:
 
 
 def read_regular(file: Path, *, most_bytes: int | None = None) -> bytes:
-    """Read a file, but not one that never ends, such as a pipe, or that would fill the memory."""
+    """Read a regular file of limited size; refuse pipes, which may never end, and files that would fill the memory."""
     about = file.stat()
     if not stat.S_ISREG(about.st_mode):
         raise OSError(None, "it is not a regular file")

@@ -18,9 +18,9 @@ class ReportFormat:
         name: `llama-ssp report --table=NAME` prints a format without a file.
         write: `module:function` with the arguments of `text`; it raises ConfigError if a package is missing.
         file: its name in the folder of a report; None for a format that is printed.
-        purpose: what each run's own folder has in this file, for `--help`; empty if only reports have it.
+        purpose: what this file of a run's own folder shows, for `--help`; empty if only reports have it.
         remedy: what a run says after the reason why it could not write the file.
-        order: where it stands among others.
+        order: the format's position in lists of formats.
     """
 
     name: str

@@ -46,7 +46,7 @@ class ModeMeasures(NamedTuple):
 
 
 class RunMeasures(NamedTuple):
-    """A run; None, and no entry of `modes`, for a figure that it did not measure.
+    """The measures of a run. A figure that the run did not measure is None, or has no entry in `modes`.
 
     Attributes:
         pairs: plain and speculative ms/token of each prompt that has both.
@@ -92,9 +92,9 @@ def measure(lines: Sequence[CompletionLine]) -> RunMeasures:
 def median(prompts: Sequence[float]) -> Estimate:
     """The median of one number per prompt, and its interval by the smoothed bootstrap.
 
-    A draw from the prompts' distribution, interpolated between them, has a uniform place among them. The median of `n`
-    such places follows the beta distribution below, whatever the numbers are. Without interpolation, the few values
-    that the median of a small sample can take would make the interval too narrow or too wide.
+    The smoothed distribution is interpolated linearly between the numbers, so that a draw from it has a uniform rank.
+    The median of `n` such ranks follows the beta distribution below, whatever the numbers are. Without interpolation,
+    the median of a small sample could take few values only, and the interval would be too narrow or too wide.
 
     Source: Efron and Tibshirani 1993, "An introduction to the bootstrap", section 16.4.
     """
@@ -132,7 +132,9 @@ _STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.22
 
 
 def over_runs(found: Sequence[Estimate | None]) -> Estimate | None:
-    """A figure over runs that differ in their seed: the mean and Student's interval; of one run, its own.
+    """Return a figure over runs that differ only in their seed: the mean, with Student's confidence interval.
+
+    A single run's figure is returned as it is. None if a run has no figure.
 
     Source: Student 1908, "The probable error of a mean".
     """
@@ -147,7 +149,7 @@ def over_runs(found: Sequence[Estimate | None]) -> Estimate | None:
 
 
 def _tail(num: int) -> float:
-    """Share of samples below the interval: as if the bootstrap's spread had the quantiles of Student's t."""
+    """Share of resamples below the interval, widened so that it matches the quantiles of Student's t."""
     z, freedom = NormalDist().inv_cdf((1 + CONFIDENCE) / 2), num - 1
     # The first terms of the expansion of Student's quantile in 1 / freedom (Abramowitz and Stegun 26.7.5).
     t = z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)

@@ -75,7 +75,7 @@ def short_name(quantization: str) -> str:
 def show(content: Plan | list[Plan], console: Console | None = None, *, is_full: bool = False) -> None:
     """Print a plan, or the plans of several machines, on a console or on standard output.
 
-    In full, a plan has all items of memory, the parts of a step and all notes, and so has each of several.
+    With `is_full`, each plan shows all items of memory, the parts of a step and all notes.
     """
     console = console or StandardOutput()
     if isinstance(content, Plan):
@@ -161,10 +161,11 @@ def _named(model: PlannedModel, device: str) -> str:
 
 
 def _memory_table(plan: Plan, console: Console, *, is_full: bool) -> tuple[str, Table]:
-    """A title, which is a line of its own so that a narrow table does not break it, and the table.
+    """Return the title of the table of memory and the table itself.
 
-    Where every line counts, the first head takes the title's place, unless there are replicas. If the console has no
-    room for all kinds of ranks, it shows the kinds that need most, and the title says so.
+    The title is a separate line, so that a narrow table does not break it. In the short form, the head of the first
+    column replaces the title, unless there are replicas. If the console is too narrow for all kinds of ranks, the table
+    shows the kinds that need most memory, and the title says so.
     """
     num_replicas = plan.spec.num_replicas
     ranks = plan.ranks[: len(plan.ranks) // num_replicas]

@@ -100,10 +100,10 @@ def is_storable(value: object) -> bool:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes members of enums by their command-line names, and everything where it stands."""
+    """Writes members of enums by their command-line names, and repeats equal objects in full instead of by aliases."""
 
     def ignore_aliases(self, _value: object) -> bool:
-        """Refuse aliases, as `read_settings` does."""
+        """Write no aliases, since `read_settings` refuses them."""
         return True
 
 

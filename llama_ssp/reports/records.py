@@ -131,7 +131,7 @@ class LogProbLine(CompletionLogProbs, Line):
 
     @classmethod
     def of(cls, key: Sequence[object], figures: Mapping[str, object]) -> Self:
-        """A line of the figures of a completion, both as JSON has them; raises ValueError as `restore`."""
+        """Return the line of a completion with this key and these log-probabilities; raises ValueError as `restore`."""
         return restore(cls, dict(zip(("index", "mode", "sample"), key, strict=True)) | dict(figures))
 
 
@@ -162,7 +162,7 @@ class SpeculativeSummary(PlainSummary):
 
 @dataclass(frozen=True, kw_only=True)
 class RankMemory:
-    """One rank's memory: anonymous resident bytes on a CPU, on a GPU all that is taken of it (`ranks.memory`)."""
+    """One rank's memory: on a CPU anonymous resident bytes, on a GPU all bytes in use (`ranks.memory`)."""
 
     rank: int
     planned_bytes: int | None = None
@@ -171,7 +171,7 @@ class RankMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class PromptTokens:
-    """Tokens of the prompts of completions that the target read, and that its cache held already."""
+    """Numbers of prompt tokens of completions: those that the target read, and those that its cache held already."""
 
     num_read: int = 0
     num_reused: int = 0
@@ -222,7 +222,7 @@ class ResultFigures(NamedTuple):
 
 
 class PointOverK(NamedTuple):
-    """A result in a figure over K: its panel, its line there, K, and a value with the ends of its interval."""
+    """A result as a point of a figure over K: its panel, its curve, K, and a value with the ends of its interval."""
 
     panel: str
     line: str
@@ -318,7 +318,7 @@ class Evaluation:
 
     @property
     def outcome(self) -> str:
-        """The verdict in a few words; one that had too few tokens says what it could not have found."""
+        """The verdict in a few words; if it passed on few tokens, with the faults that they would hardly show."""
         but = f", but could not have found {', '.join(self.unseen)}" if self.passed and self.unseen else ""
         return f"suite={self.suite} {'passed' if self.passed else 'failed'}{but}"
 
@@ -330,10 +330,10 @@ class Evaluation:
 
 @dataclass(frozen=True, kw_only=True)
 class RankActivity:
-    """Time of one rank in the rounds of this part of a run that overlaps drafting and verification.
+    """Time of one rank in rounds that overlap drafting and verification, in this part of the run.
 
     Attributes:
-        waited_s: of the rounds' time, how long it waited for the other model.
+        waited_s: the part of the rounds' time in which the rank waited for the other model.
         draft_cpu_s: how long its thread ran while it drafted; 0 on ranks of the target.
     """
 
@@ -369,9 +369,9 @@ class OverlapSummary:
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """The plan's forecast of a run, of whole completions, prompts included; null without a plan.
+    """The plan's forecast for whole completions of a run, prompts included; null without a plan.
 
-    `tokens_per_round` is there with its ends if texts of such prompts have been read (`Acceptance.is_of_texts`).
+    `tokens_per_round` and its range are given only if texts of such prompts were measured (`Acceptance.is_of_texts`).
     """
 
     plain_ms_per_token: float | None = None

@@ -168,7 +168,10 @@ def varying_settings(runs: Sequence[Run]) -> list[Setting]:
 
 
 def drifts_of(runs: Sequence[Run]) -> dict[str, float]:
-    """By the folder of shared plain completions, by which share they took longer when made again at the end."""
+    """Return how much more time shared plain completions took when they were made again at the end of a sweep.
+
+    The values are shares (0.1 is 10 % more), by the folder of the run that made the completions first.
+    """
     again = ((run.summary.baseline, run.summary.plain) for run in runs)
     return {
         made.folder: made.ms_per_token / plain.ms_per_token - 1
@@ -178,7 +181,7 @@ def drifts_of(runs: Sequence[Run]) -> dict[str, float]:
 
 
 def names_of(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
-    """Head the columns that name runs, and name each: its number from 1 with its marks, its settings that vary."""
+    """Return the heads of the columns that name runs, and each run's cells: its number with marks, varying settings."""
     settings = varying_settings(runs)
     numbers = [f"{number}{run.summary.marks}" for number, run in enumerate(runs, start=1)]
     names = zip(numbers, *(setting.texts for setting in settings), strict=True)
@@ -195,7 +198,10 @@ def _shown(value: object) -> str:
 
 
 def _follows(key: str, changing: Mapping[str, tuple[object, ...]]) -> bool:
-    """Whether a setting follows from the name of an entry that changes: a description, or what other entries lack."""
+    """Whether a setting follows from the name of an entry, such as a model, that changes as well.
+
+    Such settings are descriptions of the entry, and settings that other entries do not have.
+    """
     entries = [*_ENTRIES, *(("task.", f"task.{task.variant}") for task in task_specs().values() if task.variant)]
     if key in {name for _, name in entries} or not (_DESCRIPTION.match(key) or NO_VALUE in changing[key]):
         return False

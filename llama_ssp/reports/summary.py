@@ -19,10 +19,10 @@ def summarise(
     evaluation: records.Evaluation | None = None,
     excerpts: Sequence[records.Excerpt] = (),
 ) -> records.Summary:
-    """Make the summary of a run from its lines, including the ones of earlier parts of a resumed run.
+    """Make the summary of a run from its lines, including those of earlier parts of a resumed run.
 
     A number without measurements is None. `cells` are results of a task that has no lines; `num_draft_tokens` is 0
-    without a draft; `activities` are of the ranks of a run that overlaps.
+    without a draft; `activities` are those of the ranks of a run that overlaps.
     """
     by_mode = {mode: [line for line in lines if line.mode == mode] for mode in (PLAIN, SPECULATIVE)}
     plain, fast = by_mode[PLAIN], by_mode[SPECULATIVE]
@@ -77,7 +77,7 @@ def pairs_of(lines: Iterable[CompletionLine]) -> list[CompletionPair]:
 
 
 def counted_rounds(lines: Sequence[CompletionLine]) -> list[tuple[int, int]]:
-    """Accepted and examined drafted tokens of each round that counts."""
+    """Return the accepted and the examined drafted tokens of each round that examined any."""
     return [
         (accepted, examined)
         for line in lines
@@ -94,9 +94,9 @@ def accepted_by_position(lines: Sequence[CompletionLine]) -> list[float]:
 
 
 def round_gains(accepted_lengths: Sequence[int], num_draft_tokens: int) -> list[int]:
-    """New tokens of each overlapped round of a row: one of the target's follows a rejection alone.
+    """New tokens of each overlapped round of a row: the accepted ones, and one of the target's only after a rejection.
 
-    The first round, and each after a rejection, examines one drafted token; any other all K.
+    The first round and each round after a rejection examine one drafted token; all others examine K.
     """
     gains, examined = [], 1
     for num_accepted in accepted_lengths:

@@ -38,7 +38,7 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[Cell | str]], num_left
 
 
 def runs_table(runs: Sequence[Run], *, brief: bool = False) -> Table:
-    """Lay out a row for each run: the settings that vary, and medians with their intervals; `brief` ones alone."""
+    """Lay out a row for each run: its varying settings, and medians with intervals; with `brief`, medians alone."""
     heads, names = names_of(runs)
     columns = [
         "plain, ms/token",
@@ -75,14 +75,17 @@ def runs_table(runs: Sequence[Run], *, brief: bool = False) -> Table:
 
 
 def speedup_of(run: Run, found: Estimate | None, drifts: Mapping[str, float]) -> Estimate | None:
-    """A speed-up of a run; without an interval over plain completions that drifted, by `drifts_of`."""
+    """Return a run's speed-up; if its shared plain completions drifted (`drifts_of`), without an interval."""
     shared = run.summary.baseline
     has_drifted = shared is not None and abs(drifts.get(shared.folder, 0.0)) > MOST_DRIFT
     return Estimate(found.value) if found and has_drifted else found
 
 
 def repetitions_table(runs: Sequence[Run]) -> Table:
-    """Lay out a row for runs that differ in their seed alone: means, with intervals over seeds; empty without any."""
+    """Lay out a row for each group of runs that differ only in their seed: means, with intervals over seeds.
+
+    The table is empty if there are no such groups.
+    """
     settings = varying_settings(runs)
     names = [setting.name for setting in settings if setting.key != SEED]
     seeds = next((setting.texts for setting in settings if setting.key == SEED), ())

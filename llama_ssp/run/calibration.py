@@ -42,8 +42,9 @@ def interleave(
 ) -> dict[str, list[float]]:
     """Run all candidates in every repetition; returns the measurements of each candidate, in order.
 
-    Every second repetition runs backwards, so that none always follows the one that empties the processor's caches. A
-    candidate takes the number of the repetition, which is negative in the `num_warmup` ones that are discarded.
+    Every second repetition runs them backwards, so that no candidate always follows the one that empties the
+    processor's caches. A candidate is called with the number of the repetition. The first `num_warmup` repetitions have
+    negative numbers, and their measurements are discarded.
     """
     measured: dict[str, list[float]] = {name: [] for name in candidates}
     for repetition in range(-num_warmup, num_repetitions):
@@ -65,7 +66,7 @@ def median_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> 
 
 
 def seconds_per_call(call: Call, device: torch.device | None = None) -> float:
-    """Return the `undisturbed` time of a call, over as many calls as `BUDGET_S` allows; each waits for a GPU."""
+    """Return the `undisturbed` time of a call, over as many calls as `BUDGET_S` allows; each call waits for the GPU."""
 
     def mean_s(number: int) -> float:
         started = time.perf_counter()
@@ -94,10 +95,12 @@ def copy_bytes_per_s(device: torch.device, num_bytes: int = 2**28) -> float:
 
 @torch.inference_mode()
 def cpu_speeds(num_bytes: int = 2**28) -> dict[str, Speed]:
-    """The speeds of a CPU's products by layers that no cache holds, of one row and of some.
+    """Measure a CPU's matrix products with weights too large for any cache, for one row and for several.
 
-    By number format of unquantized weights, and by storage format, if this CPU has our kernel. A format of files alone
-    has the speed of a measured one with as many bits. Then of attention, if this CPU has the operator.
+    Returns:
+        Speeds (bytes from one row, operations from several) by number format of unquantized weights, by storage format
+        if this CPU has our kernel, and of attention if this CPU has the operator. A storage format that only files have
+        gets the speed of the measured format whose bits per weight are closest.
     """
     speeds = dict[str, Speed]()
     compiled = [record for record in formats().values() if operators.made("packed_block", "cpu", record)]
@@ -120,9 +123,9 @@ def cpu_speeds(num_bytes: int = 2**28) -> dict[str, Speed]:
 
 
 def _attention_speed(num_bytes: int) -> dict[str, Speed]:
-    """The speed of attention to keys and values that no cache holds: a time for what is read, and one for each query.
+    """Measure the speed of attention to keys and values that no cache holds: bytes read, and operations for each query.
 
-    Of one token, and of a part of a prompt, with a query for each key.
+    Two calls are timed: one token, and a part of a prompt with several queries.
     """
     num_heads, head_dim, kept = 32, 128, KeptRows(torch.float32)
     heads = Heads(num_heads, num_heads, head_dim, 1.0)
@@ -150,16 +153,16 @@ def _attention_speed(num_bytes: int) -> dict[str, Speed]:
 
 
 def _in_turn(layers: list[Linear], x: Tensor) -> Call:
-    """Return the product of the input with the next of the layers."""
+    """Return a call that multiplies the input by one layer after the other, over and over."""
     remaining = cycle(layers)
     return lambda: next(remaining)(x)
 
 
 @contextmanager
 def rank_0_alone(world: World) -> Iterator[bool]:
-    """A block in which rank 0 has all cores, while the others wait for its end; says whether this rank is rank 0.
+    """Give rank 0 all cores for the length of the block, while the other ranks wait for its end.
 
-    On a CPU rank 0 has the cores and threads of a run of one rank there.
+    Yields whether this rank is rank 0. On a CPU, rank 0 computes with the cores and threads of a run of one rank.
     """
     is_alone, threads = world.comm.rank == 0, torch.get_num_threads()
     if is_alone and world.device.type == "cpu" and world.comm.size > 1:

@@ -125,7 +125,7 @@ def _variables(source: str) -> frozenset[str]:
 
 
 def _has_power(source: str) -> bool:
-    """Whether a template computes a power, which ** before the arguments of a call is not."""
+    """Whether a template computes a power; the `**` that unpacks arguments of a call does not count."""
     words = [text for _, kind, text in _PLAIN.lex(source) if kind not in {"whitespace", "comment", "data"}]
     return any(word == "**" and before not in {"(", ","} for before, word in pairwise(words))
 

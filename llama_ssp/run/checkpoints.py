@@ -123,7 +123,7 @@ def find_sources(
 
 
 def config_on(config: RunConfig, world: World) -> RunConfig:
-    """The config that says that it computes on a GPU if this rank does, for checks of what a device lacks."""
+    """Return the config, with `device=cuda` if this rank computes on a GPU: checks then know what the device lacks."""
     return replace(config, device=DeviceKind.cuda) if world.device.type == "cuda" else config
 
 
@@ -209,7 +209,7 @@ def _num_ranks(config: RunConfig, world: World) -> tuple[Layout, int, int]:
 
 
 def with_number_formats(config: RunConfig, sources: tuple[Source, Source | None]) -> RunConfig:
-    """Fill in the formats that both models are loaded in, the number formats of their files, and their shapes."""
+    """Fill in the shape of each model, the number format that it is loaded in, and the number format of its files."""
 
     def filled(source: Source) -> ModelConfig:
         formats = source.dtype or source.origin.dtype, source.origin.dtype
@@ -270,9 +270,9 @@ def _check(
     device: str,
     num_stages: int = 1,
 ) -> Source:
-    """Check a model for `num_ranks` of each stage.
+    """Check a model for `num_ranks` ranks in each stage.
 
-    A `tokenizer` of None is read from its folder, or a head's from its target's.
+    If `tokenizer` is None, it is read from the model's folder, or for a head from the folder of its target.
     """
     from llama_ssp.models.loading import check_model, with_modules
 
@@ -311,7 +311,10 @@ def _check(
 
 
 def read_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """Read a tokenizer, and try it as a run will use it; code that its files name is passed over for tokenizer.json."""
+    """Read a tokenizer, and try it as a run will use it.
+
+    If its files name code of their own, tokenizer.json is read instead of running that code.
+    """
     found = {name: read_json(folder / name) for name in TOKENIZER_FILES if (folder / name).is_file()}
     config = found.get(TOKENIZER_CONFIG_FILE, {})
     is_foreign = config.get("auto_map") and not hasattr(transformers, str(config.get("tokenizer_class")))
@@ -330,7 +333,7 @@ def read_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
 
 
 def _alone(folder: Path) -> str | None:
-    """Why a tokenizer without tokenizer.json cannot be read here, where its files tell."""
+    """Return why a tokenizer without tokenizer.json cannot be read here; None if its files do not show a reason."""
     if (folder / TOKENIZER_FILE).is_file():
         return None
     if any(folder.glob("tekken*.json")):
@@ -341,10 +344,10 @@ def _alone(folder: Path) -> str | None:
 
 
 def find_eos_ids(folder: Path, generation: Mapping[str, Any] | None) -> tuple[int, ...]:
-    """The tokens that end a text, as transformers finds them, whatever the tokenizer names.
+    """Return the ids of the tokens that end a text, by the rules of transformers; the tokenizer's own do not count.
 
-    A generation config alone says so, even by silence. Without one the model config does: its own field, else that of
-    the inner config that comes first.
+    If there is a generation config, only its field counts, even if that is missing. Else the field of the model config
+    counts, or if that is missing the field of its first inner config.
     """
     if generation is not None:
         return as_eos_ids(generation.get("eos_token_id"))
@@ -366,9 +369,9 @@ def check_same_tokens(target: Source, draft: Source) -> None:
 
 
 def num_disagreeing(target_ids: Mapping[str, int], draft_ids: Mapping[str, int]) -> int:
-    """Number of tokens in both vocabularies that have different ids; all if they share few.
+    """Number of tokens that are in both vocabularies with different ids; all of the target's if few are in both.
 
-    Vocabularies that differ only in tokens that one of them has added, such as `[PAD]`, disagree in none.
+    If one vocabulary only has more tokens than the other, such as `[PAD]`, the number is 0.
     """
     shared = target_ids.keys() & draft_ids.keys()
     if len(shared) < _LEAST_SHARED * min(len(target_ids), len(draft_ids)):

@@ -72,12 +72,12 @@ class Models:
 
     Attributes:
         target: this rank's slice of the target; on ranks without one, a stand-in that computes nothing.
-        draft: the draft or this rank's slice of it, on ranks that hold some.
+        draft: the draft or this rank's slice of it; None on ranks without a part of it.
         drafts: whether the run can decode speculatively.
         context: most tokens of prompt and completion together.
-        sources: the target's, and the draft's if there is one.
-        vocabulary: of the draft.
-        reuse: of earlier texts by both.
+        sources: the target's source, and the draft's if there is one.
+        vocabulary: the vocabulary that the draft drafts in.
+        reuse: how target and draft reuse earlier texts that their caches hold.
         prepared: what the drafter reads besides the models; see `DrafterParts`.
     """
 
@@ -99,9 +99,10 @@ class Models:
         return tap_source(self.sources[-1].origin) if self.sources else None
 
     def make_taps(self, draft: DrafterConfig | None = None, *, num_drafted: int = 0) -> Taps | None:
-        """The taps of the target that a draft head will read, on the ranks that keep them; None elsewhere.
+        """Make the taps of the target that a draft head will read, on the ranks that keep them; None elsewhere.
 
-        They are of all tokens, or of what settings `draft` let a head see while rounds draft up to `num_drafted`.
+        Taps are kept for all tokens, or only for those that a head sees by the settings `draft`, while rounds draft up
+        to `num_drafted` tokens.
         """
         head = self.head
         layout = self.mesh.layout
@@ -205,9 +206,9 @@ Progress = Callable[[str, int, int], None]
 def with_draft(
     models: Models, config: RunConfig, world: World, source: Source | None, *, progress: Progress | None = None
 ) -> Models:
-    """The models of a target with the draft of a config, of which this rank's share is loaded; raises as `load_models`.
+    """Load this rank's share of a config's draft, and return `models` with it; raises as `load_models`.
 
-    A draft without a model has no source.
+    `source` is None for a drafter without a model.
     """
     mesh, target, sources = models.mesh, models.target, (*models.sources[:1], *filter(None, [source]))
     mesh.set_timeout(config.timeouts.load_s)
@@ -285,11 +286,14 @@ def _loaded(part: str, how: Loading, load: Callable[[Loading], Runner], progress
 def update_models(
     models: Models, config: RunConfig, world: World, sources: tuple[Source | None, Source | None]
 ) -> tuple[Models, bool]:
-    """Copy other weights of the same shapes into this rank's share of the models; None leaves one as it is.
+    """Copy new weights of the same shapes into this rank's share of the models; a model whose source is None is kept.
 
-    Caches then count as empty. Returns the models, and whether all ranks keep their graphs and traces: a model
-    some of whose weights need another kernel is another object. Raises SspError on every rank if reading fails on one;
-    the models then hold weights of both.
+    Afterwards caches count as empty. Raises SspError on every rank if reading fails on one; the models then hold a mix
+    of old and new weights.
+
+    Returns:
+        The models, and whether all ranks keep their graphs and traces. Ranks do not keep them if new weights need other
+        kernels, because such a model is a new object.
     """
     mesh, made = models.mesh, dict[str, Any](vars(models))
     models.target.forget()
@@ -311,7 +315,7 @@ def update_models(
 
 
 def _share(layout: Layout) -> bool:
-    """Whether a head may read the tables of the target on its ranks, each of which has the same part of both."""
+    """Whether a head can read the target's embedding and output: if its ranks have equal parts of both models."""
     return layout.draft_ranks == layout.target_ranks and layout.num_stages == 1
 
 
@@ -399,7 +403,7 @@ def build_decoder(
 
 
 class _Parts:
-    """The parts of a decoder, each made by the record of what was asked for: of the draft, the rule, the round."""
+    """The parts of a decoder. The records of the configured draft, rule and kind of round say how each is made."""
 
     def __init__(self, models: Models, config: RunConfig, *, speculative: bool) -> None:
         self.models, self.config, self.speculative = models, config, speculative
@@ -455,7 +459,7 @@ class _Parts:
 
     @cached_property
     def verifier(self) -> Verifier:
-        """The rule on the ranks that run it, and the numbers of tokens that are accepted whatever it says."""
+        """The verifier: it applies the rule on the ranks that decide, or accepts forced numbers of tokens instead."""
         lengths = self.config.speculation.forced_lengths if self.speculative else []
         if lengths:
             _log.info("not lossless: speculation.forced_lengths=%s says what rounds accept", lengths)
@@ -470,7 +474,7 @@ class _Parts:
 
     @cached_property
     def round(self) -> Round:
-        """The target, the drafters and the verifier, in turn or as the config asks."""
+        """The round of target, drafters and verifier, of the kind that the config asks for."""
         record = round_of(self.config, speculative=self.speculative)
         made: Round = imported(record.make, setting=f"speculation.{record.name}")(
             self.models.target,
@@ -492,7 +496,7 @@ class _Parts:
 
     @property
     def constrain(self) -> Callable[[Request], Constraint | None] | None:
-        """What begins the constraint of a request; None if none may have one."""
+        """The function that begins the constraint of a request; None if no request may have one."""
         sampling, vocabulary = self.config.sampling, self.models.request_maker.vocabulary
         constraint_of(sampling, vocabulary)  # refused before any text begins
 
@@ -503,12 +507,12 @@ class _Parts:
 
     @property
     def executor(self) -> Executor:
-        """What runs the stages of a round on this device."""
+        """The executor of a round's stages on this device."""
         return make_executor(self.round, cuda_graphs=self.config.cuda_graphs and not self.backend.by_library)
 
     @property
     def reuse(self) -> Reuse:
-        """How texts go on from what caches hold."""
+        """How new texts reuse what caches hold of earlier ones."""
         kept = cache_of(self.config.draft) if self.speculative and self.models.head else None
         num_seen = kept.num_kept(self.config.draft) if kept else None
         # A round after one without drafts reads taps again from before the last block.
@@ -517,9 +521,9 @@ class _Parts:
 
     @property
     def threads(self) -> Threads | None:
-        """What chooses the number of threads, unless something fixes it.
+        """What chooses the number of threads by trying; None if the number is fixed.
 
-        That is the user, other ranks that wait, or bits that depend on it.
+        It is fixed by the user, in replicas of several ranks, and where the bits of texts depend on the number.
         """
         mesh = self.mesh
         is_free = mesh.replica.size == 1 and not has_own_threads(mesh.world.size) and self.models.reuse.are_invariant
@@ -527,7 +531,10 @@ class _Parts:
 
 
 def _check_bits(drafter: Drafter, models: Models, config: RunConfig) -> None:
-    """Raise ConfigError, on all ranks, for `reproducible=true` and a law in whose bits other tokens have a part."""
+    """Raise ConfigError on all ranks if the draft's probabilities break `reproducible=true`.
+
+    They do if a rule compares with them and their bits depend on other tokens that are read at once.
+    """
     certain = is_certain(config.draft, config.speculation.tree_shape)
     if certain or not (config.reproducible and reads_draft_probs(config)):
         return

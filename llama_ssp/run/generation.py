@@ -66,7 +66,7 @@ def with_ids(
 
 
 def note_on(sampling: SamplingConfig, generation: Mapping[str, Any]) -> str:
-    """Say what a generation config asks for and `sampling` does not do; empty if nothing."""
+    """Return a clause on what a generation config asks for and `sampling` does not follow; empty if it follows all."""
     given = {name for name, value in generation.items() if value is not None}
     given |= {"temperature"} if "do_sample" in given else set()
     asked = {name: value for name, value in _asked(generation).items() if name in given}

@@ -13,12 +13,15 @@ from llama_ssp.speculate.engine.completion import StopRequest
 def stopping_on_signals(stop_request: StopRequest, world: World) -> Iterator[Callable[[], None]]:
     """Let Ctrl-C, SIGTERM, SIGUSR1 and SIGHUP set `stop_request` while the block runs, however often they come.
 
-    After a request has ended the block, further signals still do nothing: SLURM and torchrun both forward a SIGTERM,
-    and the second one must not end a process that is writing its last records. After a request that came too late for
-    the block, signals do nothing only if all ranks know of the request.
+    The first signal also tells the other ranks, which may not have received it. After the block, all ranks agree on
+    whether the run must end here, and `stop_request` has the result.
 
-    Afterwards `stop_request` says whether the run must end here, the same on every rank. The first signal notifies the
-    other ranks, which may not have received it. Yields a function that does the same as a signal.
+    If they agree on a stop, further signals still do nothing: SLURM and torchrun both forward a SIGTERM, and the second
+    one must not end a process that is writing its last records. A request that comes too late for the agreement is
+    raised again as a signal for the code after the block.
+
+    Yields:
+        A function that has the effect of a signal.
     """
 
     def stop(number: int = signal.SIGTERM) -> None:

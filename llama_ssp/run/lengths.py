@@ -23,9 +23,9 @@ _SPECIAL_TOKENS = 8
 def problem_of_length(
     prompt: Prompt, num_tokens: int, *, max_new_tokens: int, context: int, num_answers: int = 0
 ) -> str | None:
-    """Why a prompt does not fit into the target's context; None if it does.
+    """Return why a prompt does not fit into the target's context; None if it does.
 
-    `num_answers` to earlier turns, each as long as the new tokens, are still to come before it.
+    `num_answers` answers to earlier turns will be put before it, each of up to `max_new_tokens` tokens.
     """
     num_texts = num_answers + 1
     if num_tokens + num_texts * max_new_tokens <= context:
@@ -52,7 +52,7 @@ def refuse(problems: Sequence[tuple[Prompt, str]]) -> None:
 
 
 def named(prompts: Sequence[Prompt]) -> str:
-    """The first few prompts, and the number of others."""
+    """Name the first few prompts, and say how many more there are."""
     more = f" and {len(prompts) - _MOST_NAMED} more" if len(prompts) > _MOST_NAMED else ""
     return ", ".join(prompt.called for prompt in prompts[:_MOST_NAMED]) + more
 

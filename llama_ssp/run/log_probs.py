@@ -27,12 +27,12 @@ _Ids = Sequence[int]
 def score_completions(
     models: Models, config: RunConfig, texts: Sequence[tuple[_Ids, _Ids]]
 ) -> Iterator[tuple[int, CompletionLogProbs]]:
-    """Yield the place of each text and what the config asks for, on every rank of a replica alike.
+    """Yield the index of each text and the log-probabilities that the config asks for, on all ranks of a replica.
 
     Args:
-        models: whose target's cache is replaced.
-        config: of the draws; as many texts as its batch has rows are read together.
-        texts: the ids of the prompt and the new ones of each completion.
+        models: the models, of which the target scores the texts; this replaces its cache.
+        config: the config of the draws; it sets how many texts are read together (`batch_size`).
+        texts: the ids of prompt and completion of each text.
     """
     num_top, num_of_prompt = config.logprobs, config.prompt_logprobs
     scored = [
@@ -108,7 +108,7 @@ def _texts(session: Session, requests: Sequence[PromptRequest]) -> list[tuple[Li
 
 
 def _print(session: Session, found: Sequence[LogProbLine]) -> None:
-    """Print completions with their figures as JSON lines, if the task does."""
+    """Print completions with their log-probabilities as JSON lines, if the task prints its completions so."""
     task, folder = session.config.task, session.folder
     if not (folder and isinstance(task, GenerateConfig) and task.format is OutputFormat.jsonl):
         return

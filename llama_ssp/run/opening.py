@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 
 @contextmanager
 def joined(config: RunConfig, clock: StartClock) -> Iterator[tuple[World, Terminal, RunFolder | None, Phase]]:
-    """Join the other ranks, open the run folder, on rank 0, and write to it how the block failed."""
+    """Join the other ranks and, on rank 0, open the run folder; if the block fails, write how into the folder."""
     folder: RunFolder | None = None
     run_dir: Path | None = None
 
@@ -77,7 +77,7 @@ def joined(config: RunConfig, clock: StartClock) -> Iterator[tuple[World, Termin
 
 
 def _keep_failed_start(config: RunConfig, error: LostRankError) -> None:
-    """Leave a run folder that says why the ranks did not connect; rank 0 does."""
+    """On rank 0, leave a run folder that says why the ranks did not connect."""
     if read_ranks(os.environ).rank == 0 and task_of(config).needs_models:
         with RunFolder(Path(str(config.run_dir)), to_yaml(config)) as folder:
             _open_logs(folder.path, rank=0)
@@ -118,7 +118,7 @@ def _log_ranks(world: World, folder: RunFolder | None) -> None:
 
 
 def _write_end(run_dir: Path, folder: RunFolder | None, error: Exception | KeyboardInterrupt) -> None:
-    """Write the status: rank 0 does, or if it may be lost, the rank that reports the error."""
+    """Write the status of a run that failed: on rank 0, or if that may be lost, on the rank that reports the error."""
     if isinstance(error, LostRankError):
         if read_status(run_dir) not in {"running", f"{error.exit_code}: {error}"}:
             error.hush()  # this rank was paused, and the others have already reported its loss

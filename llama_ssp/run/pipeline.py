@@ -60,7 +60,7 @@ _log = logging.getLogger(__name__)
 def run(config: RunConfig, clock: StartClock) -> bool:
     """Run a checked config, the same on every rank.
 
-    Returns whether a stop came too late for its task, the same on every rank: a sweep must end here.
+    Returns whether a stop came too late for its task, the same on every rank: a sweep must then end after this point.
     Raises SspError on every rank alike; rank 0 also writes it to the run folder's `status`.
     """
     clock.reach("imported_s")
@@ -161,7 +161,10 @@ def _load(
 
 
 def _checked(config: RunConfig, sources: tuple[Source, Source | None], folder: RunFolder | None) -> RunConfig:
-    """Fill in and check settings that the models' files decide, and compare with the folder's; raises ConfigError."""
+    """Fill in and check the settings that depend on the models' files, and check that the folder's records fit them.
+
+    Takes over the plain completions of the config's baseline, if it has one. Raises ConfigError.
+    """
     target = sources[0]
     sampling = with_model_sampling(config.sampling, target.generation)
     vocab_size = target.origin.shape.vocab_size

@@ -75,15 +75,15 @@ class Prompt:
     """A prompt of a run; ranks send it to one another as JSON.
 
     Attributes:
-        text: as the user wrote it; of a list of messages, the last one's content.
-        role: of that message; the model continues the text of an assistant.
-        more: of that message, the other fields.
-        messages: of a list of messages, all before the last; None for other prompts.
-        earlier: the turns before it in its conversation that the model answers first.
-        question_id, category: the file's, where it has them.
-        fields: the other fields of its record.
-        ids: its token ids, if the library's user has encoded it.
-        place: where it stands, such as a line of a file; empty if it stands alone.
+        text: the text as the user wrote it; for a list of messages, the content of the last one.
+        role: the role of the last message; the model continues the text of an assistant.
+        more: the other fields of the last message.
+        messages: the messages before the last one; None for other prompts.
+        earlier: earlier turns of its conversation, which the model answers first.
+        question_id, category: as the file has them; None if it does not.
+        fields: the other fields of the prompt's record.
+        ids: token ids, if the caller of the library has encoded the prompt.
+        place: where the prompt is from, such as a line of a file; empty if there is nothing to say.
     """
 
     text: str
@@ -99,19 +99,22 @@ class Prompt:
 
     @property
     def last_message(self) -> Message | None:
-        """Of a list of messages, the fields of the last one but its content."""
+        """The fields of the last message except its content; None for a prompt without messages."""
         return None if self.messages is None else {"role": self.role} | self.more
 
     @property
     def called(self) -> str:
-        """Its name in an error: where it stands, the id of its record, and how it begins."""
+        """The prompt's name in an error message: its `place`, the id of its record, and the beginning of its text."""
         own_id = self.question_id or next((str(self.fields[name]) for name in _IDS if name in self.fields), "")
         named = f" ({own_id})" if own_id else ""
         return f"{self.place}{named}{': ' if self.place else ''}prompt {self.text[:EXCERPT]!r}"
 
     @property
     def num_characters(self) -> int:
-        """The length of its text with all that precedes it and is known."""
+        """The number of characters of the prompt's text and of all text before it that is known before the run.
+
+        The model's answers to earlier turns are not known then.
+        """
         before = self.earlier if self.messages is None else [message["content"] for message in self.messages]
         return sum(map(len, (*before, self.text)))
 
@@ -324,10 +327,10 @@ def _content_field(where: str, content: Mapping[str, Any]) -> str:
 
 
 def read_messages(given: object, where: str, *, reads_calls: bool = False) -> list[Message]:
-    """The messages of a chat, with the text parts of a content joined; empty if this is no chat.
+    """Return the messages of a chat, with the text parts of each content joined; empty if this is no chat.
 
-    With `reads_calls`, a message may have tool calls, and then no content. Raises ConfigError that names what a message
-    has besides, `where` being the place of the chat.
+    With `reads_calls`, a message may have tool calls, and then needs no content. A message with anything else raises
+    ConfigError, which begins with `where`.
     """
     messages: list[Message] = []
     for number, message in enumerate(given if isinstance(given, Sequence) and not isinstance(given, str) else ()):
@@ -354,7 +357,7 @@ def read_messages(given: object, where: str, *, reads_calls: bool = False) -> li
 
 
 def _of_messages(messages: Sequence[Message], common: dict[str, Any]) -> Iterator[Prompt]:
-    """A prompt for every message of a user that the next one does not answer, and for an assistant's last one."""
+    """Yield a prompt for each message of a user that the next message does not answer, and for the last message."""
     earlier: list[str] = []
     for number, (message, following) in enumerate(zip(messages, [*messages[1:], None], strict=True)):
         if following is None or message["role"] == following["role"] == "user":

@@ -22,7 +22,8 @@ from llama_ssp.speculate.engine.state import Request, count_equal_before
 class PromptRequest(Request):
     """A requested completion, and the prompt that it is for.
 
-    A later turn of a conversation has as many ids as its prompt can have, until `with_answers`.
+    For a later turn of a conversation, `prompt_ids` has the greatest length that the prompt can have, until
+    `RequestMaker.with_answers` fills in the model's answers to the earlier turns.
     """
 
     source: Prompt = field(compare=False)
@@ -33,12 +34,12 @@ class PromptRequest(Request):
         return self.source.text
 
     def line_key(self, mode: str) -> LineKey:
-        """The name of its completion in a mode."""
+        """The key of the completion's line in a mode."""
         return self.index, mode, self.sample
 
     @property
     def earlier_indices(self) -> range:
-        """The indices of the turns before it in its conversation."""
+        """The indices of the earlier turns of the same conversation."""
         return range(self.index - len(self.source.earlier), self.index)
 
 
@@ -62,10 +63,10 @@ class RequestMaker:
         return Vocabulary(self.tokenizer, self.vocab_size, self.eos_ids)
 
     def requests(self, prompts: Sequence[Prompt], config: RunConfig, *, first_index: int = 0) -> list[PromptRequest]:
-        """Encode prompts, a request for each requested sample.
+        """Encode prompts, and make a request for each sample of each prompt.
 
-        With too_long=skip, prompts that do not fit have none. Raises as `encode`, and ConfigError for a prompt that
-        the model cannot take.
+        With too_long=skip, prompts that do not fit get no requests. Raises as `encode`, and ConfigError for a prompt
+        that the model cannot take.
         """
         num_new, encoded, problems = config.max_new_tokens, list[tuple[int, ...]](), list[tuple[Prompt, str]]()
         for prompt in prompts:
@@ -115,9 +116,10 @@ class RequestMaker:
 
 
 def in_turns(requests: Sequence[PromptRequest], *, keeps_order: bool) -> Iterator[list[PromptRequest]]:
-    """Divide requests so that earlier turns of a conversation come in earlier groups: as few as possible, or in order.
+    """Divide requests into groups, such that earlier turns of a conversation come in earlier groups.
 
-    Jobs without conversations are one group. `keeps_order` is for texts that are read as they come.
+    Without conversations there is one group. By default there are as few groups as possible. With `keeps_order`, for
+    texts that are shown as they are generated, the requests keep their order.
     """
     if not keeps_order:
         by_turn = sorted(requests, key=_turn)
@@ -140,9 +142,9 @@ def _turn(request: PromptRequest) -> int:
 def ids_of(
     prompt: Prompt, tokenizer: PreTrainedTokenizerBase, config: RunConfig, *, answers: Sequence[str] = ()
 ) -> tuple[int, ...]:
-    """Encode a prompt with the answers to its earlier turns, as the settings of chats say; raises as `encode_messages`.
+    """Encode a prompt with the answers to its earlier turns, as the chat settings say; raises as `encode_messages`.
 
-    Outside of a chat each turn stands as it was written, with a line break after its answer.
+    Outside of a chat, the text of each turn is followed by its answer and a line break.
     """
     if prompt.ids is not None:
         return prompt.ids

@@ -137,7 +137,11 @@ def _machine(session: Session) -> str:
 def _disturbance(
     session: Session, summary: records.Summary, now: CoreTimes, *, ranks_s: float
 ) -> tuple[str | None, str | None]:
-    """The sentences for the user of a slow run, and for the records of any disturbed one; also into the log."""
+    """Return two sentences about what disturbed the run, and log the second one.
+
+    The first is for the user, of a run that was slower than planned. The second is for the records, of any disturbed
+    run. Either is None where it does not apply.
+    """
     decoder = session.decoders.get(session.best_mode)
     others = used_by_others(session.began, now, ranks_s=ranks_s)
     around = Surroundings.of(session.world, decoder.threads.slowness if decoder else {}, others)
@@ -165,10 +169,10 @@ def _activities(session: Session) -> list[records.RankActivity]:
 def excerpts(
     lines: Sequence[records.CompletionLine], tokenizer: PreTrainedTokenizerBase, *, overlapped: int | None = None
 ) -> list[records.Excerpt]:
-    """The first completions of a run, one a prompt, with their text split by the model that chose each token.
+    """Return excerpts of a run's first completions, one per prompt, that mark which model chose each token.
 
-    The speculative ones if there are any. `overlapped` is the K of rounds that overlap; all others add one of the
-    target's tokens to the accepted ones.
+    They are speculative completions if there are any. In overlapped rounds, of which `overlapped` is the K, the number
+    of tokens differs; any other round has its accepted tokens and one that the target chose.
     """
     best = [line for line in lines if line.mode == records.SPECULATIVE] or lines
     chosen = sorted((line for line in best if not line.sample), key=lambda line: line.index)[:_NUM_EXCERPTS]
@@ -195,7 +199,8 @@ def excerpts(
 def pass_gate(session: Session) -> None:
     """Raise FailedEvaluation on every rank if the run has a gate and its evaluation failed.
 
-    The ranks wait here for the records of rank 0, which an error of another rank would cut off.
+    The ranks wait here until rank 0 has written its records: an error that another rank raised earlier would cut that
+    off.
     """
     if not session.has_gate:
         return

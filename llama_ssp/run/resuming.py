@@ -25,23 +25,23 @@ _WAY_ON = "name another run_dir, or give resume=anyway to go on with texts of bo
 
 @dataclass(frozen=True, kw_only=True)
 class _Files:
-    """The files of a model: their `hashes.fingerprint`."""
+    """The fingerprints of a model's files by name; see `hashes.fingerprint`."""
 
     files: dict[str, str]
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Models:
-    """All of `models.json`; folders of versions without it have texts whose random numbers followed another rule."""
+    """The content of `models.json`; a run folder without it is of an earlier version with other random numbers."""
 
     target: _Files
     draft: _Files | None
 
 
 def check_models(folder: RunFolder, sources: tuple[Source, Source | None], config: RunConfig) -> None:
-    """Compare the models' files with the ones that the folder records, and record them in a folder without any.
+    """Compare the models' files with those that the folder records; record them in a folder without completions.
 
-    Raises ConfigError if they differ, unless resume=anyway, which records them.
+    Raises ConfigError if they differ. With resume=anyway, nothing is compared, and the new ones are recorded.
     """
     target, draft = sources
     now = _Models(target=_files_of(target, config), draft=_files_of(draft, config) if draft else None)
@@ -89,9 +89,9 @@ def _differences(before: _Models, now: _Models, config: RunConfig) -> Iterator[s
 
 
 def check_lines(lines: Sequence[CompletionLine], config: RunConfig, prompts: Sequence[Prompt] | None) -> None:
-    """Raise ConfigError for completions that this run does not have; new prompts may follow the finished ones.
+    """Raise ConfigError for recorded completions that this run does not have; new prompts may follow the finished ones.
 
-    `prompts` are None if they are typed.
+    `prompts` is None if prompts are typed.
     """
     drafted = drafts(config.draft)
     modes = [PLAIN, SPECULATIVE] if drafted and task_of(config).has_both_modes else [SPECULATIVE if drafted else PLAIN]
@@ -124,9 +124,9 @@ def check_lines(lines: Sequence[CompletionLine], config: RunConfig, prompts: Seq
 def check_texts(
     lines: Sequence[CompletionLine], config: RunConfig, prompts: Sequence[Prompt] | None, maker: RequestMaker
 ) -> None:
-    """Raise ConfigError for a completion that has an id the model lacks, or a text that does not match its ids.
+    """Raise ConfigError for a completion with an id that the model lacks, or with a text that does not match its ids.
 
-    `prompts` are None if they are typed. Texts of resume=anyway may come from another tokenizer.
+    `prompts` is None if prompts are typed. With resume=anyway, texts may come from another tokenizer.
     """
     if config.resume is Resume.anyway:
         return
@@ -156,5 +156,5 @@ def _named(line: CompletionLine) -> str:
 
 
 def _whole(messages: Sequence[Message] | None, last: Message | None, text: str) -> str:
-    """All that a chat template reads of a prompt, to compare it with another."""
+    """Return a text of all that a chat template reads of a prompt, to compare it with another prompt's."""
     return text if messages is None else json.dumps([*messages, {**(last or {}), "content": text}], ensure_ascii=False)

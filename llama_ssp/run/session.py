@@ -55,14 +55,14 @@ class Session:
     """The models of a run, its decoders, its records and its terminal.
 
     Attributes:
-        folder: on rank 0.
-        finished: completions recorded by earlier parts of this run.
-        num_prompts: None if they are typed one by one.
+        folder: the run folder on rank 0; None on other ranks.
+        finished: keys of the completions that earlier parts of this run recorded.
+        num_prompts: None if prompts are typed one by one.
         plan: None for an unknown machine.
-        evaluation: the verdict of a task that has one, on rank 0, once there is one.
-        num_read_tokens, num_reused_tokens: see `PromptTokens`; of this replica.
-        experts_read_3: see `Runner`, of the completions of this run; None without experts on this rank.
-        has_gate: a failed evaluation ends the run with an error, once all is recorded.
+        evaluation: on rank 0, the verdict of a task that judges its completions; None before it is known.
+        num_read_tokens, num_reused_tokens: of this rank's replica; see `PromptTokens`.
+        experts_read_3: three sums over the completions of this run, see `Runner`; None if this rank holds no experts.
+        has_gate: whether a failed evaluation ends the run with an error, once everything is recorded.
     """
 
     config: RunConfig
@@ -106,7 +106,7 @@ class Session:
         return SPECULATIVE if self.models.drafts else PLAIN
 
     def judge(self, evaluation: Evaluation | None, *, has_gate: bool) -> None:
-        """Enter the verdict on the run, which rank 0 knows, and whether a bad one ends the run with an error."""
+        """Set the verdict on the run (None but on rank 0), and whether a failed one ends the run with an error."""
         self.evaluation, self.has_gate = evaluation, has_gate
 
     def heading(self, name: str, *, prompt: int, sample: int) -> None:
@@ -125,11 +125,11 @@ class Session:
 
     @torch.inference_mode()
     def warm_up(self, requests: Sequence[PromptRequest], modes: Sequence[str], *, num_requests: int = 0) -> None:
-        """Make caches for all requests and modes; keep tracing, capture and first uses out of the times that follow.
+        """Allocate caches for all requests and modes, and do now what would otherwise slow the first timed rounds.
 
-        A mode that is not warm yet adds a few tokens to each of `num_requests` requests; with 0, one token to the
-        beginning of the first prompt. Nothing is shown or recorded. If a graph can read that prompt, the second time
-        captures it.
+        Each mode that is not warm yet decodes a few tokens for `num_requests` requests, or if that is 0 one token after
+        the beginning of the first prompt. A prompt that a graph can read is decoded twice, since the second time
+        captures the graph. Nothing is shown or recorded.
         """
         # All caches come first: one that grows for a later mode would drop an earlier one's graphs.
         decoders = {mode: self.ready_decoder(mode, requests) for mode in modes}
@@ -172,8 +172,8 @@ class Session:
     ) -> None:
         """Decode, show and record the requests without a record; one by one and streamed if the batch size is one.
 
-        A later turn of a conversation follows the answers to earlier ones, of the same mode and sample, which
-        `requests` have too or an earlier call had.
+        A later turn of a conversation needs the answers to the earlier turns in the same mode and sample: from requests
+        of this call, or of an earlier one.
 
         Raises InterruptedRun on every rank, after the round in which the deciding rank stopped, and SspError on rank 0
         if the records cannot be written.
@@ -205,7 +205,7 @@ class Session:
     def _shared_out(
         self, requests: list[PromptRequest], recorder: "_Recorder"
     ) -> tuple[list[PromptRequest], More | None]:
-        """The requests that fill this replica's rows at first, and a call for more as its rows become free."""
+        """Return this replica's first requests, which fill its rows, and a function that gets more for free rows."""
         num_replicas, exchange = self.config.placement.num_replicas, recorder.exchange
         if exchange is None:
             return requests, None
@@ -222,7 +222,7 @@ class Session:
 
     @torch.inference_mode()
     def measure_again(self, requests: Sequence[PromptRequest]) -> None:
-        """Complete all requests plainly once more, without records, and keep the time; raises as `complete`."""
+        """Complete all requests plainly once more without recording them, and keep their time; raises as `complete`."""
         sums = [0.0, 0.0]
         for group in in_turns(requests, keeps_order=self.streams):
             whole = self.with_answers(group, PLAIN)
@@ -233,7 +233,7 @@ class Session:
         self.again_ms_per_token = ms / num_tokens if num_tokens else None  # on rank 0
 
     def _count_experts(self, sign: int) -> None:
-        """Add the target's counts so far, or subtract them, so that warm-ups are left out."""
+        """Add the target's counts of experts to the run's (`sign` 1), or subtract them to leave a warm-up out (-1)."""
         counted_3 = self.models.target.experts_read_3
         if self.experts_read_3 is not None and counted_3 is not None:
             self.experts_read_3.add_(counted_3, alpha=sign)
@@ -258,7 +258,7 @@ class Session:
 
 
 class _Recorder:
-    """Shows requests as they are decoded, and records them: this replica's, and on rank 0 all."""
+    """Shows completions of this replica as they are decoded, and records them; on rank 0, those of all replicas."""
 
     def __init__(self, session: Session, viewer: Viewer, mode: str) -> None:
         self._session, self._viewer, self.mode = session, viewer, mode
@@ -269,7 +269,7 @@ class _Recorder:
             self.exchange = ResultQueue(session.models.mesh, watch=watch, patience_s=patience_s)
 
     def take(self, update: Update) -> None:
-        """Count new tokens of a completion of this replica, show them, and enter the completion at its end."""
+        """Count and show the new tokens of a completion of this replica; record the completion when it has ended."""
         session, completion = self._session, update.completion
         if session.num_prompts is not None:
             session.start_clock.reach("first_token_s")
@@ -344,7 +344,11 @@ def _of_prompt(completion: RowCompletion) -> PromptRequest:
 
 
 def to_line(session: Session, completion: RowCompletion, mode: str) -> CompletionLine:
-    """A line of `run.jsonl`; replicas share the wall time, and a run that chooses K has one for each round."""
+    """Return the line of `run.jsonl` for a completion.
+
+    Its `share_s` is divided by the number of replicas, which share the wall time. If the run chooses K, the line has
+    the K of each round.
+    """
     request, part_s, config = _of_prompt(completion), completion.part_s, session.config
     prompt, speculates = request.source, mode == SPECULATIVE
     return CompletionLine(

@@ -25,10 +25,10 @@ class Surroundings:
     """Possible causes of a slow run.
 
     Attributes:
-        num_ranks: ranks that share the cores of this one.
-        num_threads: of all these ranks.
-        others: cores that other programs used; None if unknown.
-        slowness: by number of threads, where the run chose it; see `Threads`.
+        num_ranks: the number of ranks that share the cores of this rank, which counts as one of them.
+        num_threads: the threads of these ranks together.
+        others: cores that other programs used, on average; None if unknown.
+        slowness: the average time of a round by number of threads, if the run compared numbers; see `Threads`.
     """
 
     device: str
@@ -58,7 +58,7 @@ class Surroundings:
 
 
 def disturbance(summary: Summary, around: Surroundings) -> str | None:
-    """Say that other programs used the cores of a run that computes on them; None of others, and of a short run."""
+    """Say that other programs used much of the cores during a run on CPUs; None otherwise, and for a short run."""
     if around.device != "cpu" or not around.is_disturbed or summary.num_new_tokens < _LEAST_TOKENS:
         return None
     return f"other programs used {around.others:.1f} of {around.num_cores} cores"

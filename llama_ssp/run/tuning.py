@@ -25,10 +25,10 @@ NUM_WARM, NUM_TIMED, ENOUGH_S = 2, 16, 2.0
 def make_ready(
     decoder: Decoder, requests: Sequence[Request], config: RunConfig, *, comm: Comm, folder: RunFolder | None = None
 ) -> None:
-    """Make caches for requests; then, once for a decoder, what chooses the rows and the K of its rounds.
+    """Allocate caches for requests, and once for each decoder make what chooses the K and the rows of its rounds.
 
     All ranks must call this together; most decoders have no such choice. `comm` has all ranks. On rank 0, `folder` is
-    the run folder. Raises as the record of what chooses K, and ConfigError if its code cannot be imported.
+    the run folder. Raises as the code that chooses K does, and ConfigError if that code cannot be imported.
     """
     decoder.make_room(requests)
     round_ = decoder.round
@@ -45,7 +45,7 @@ def make_ready(
 
 
 def _measure_reading(decoder: Decoder, *, comm: Comm, num_slots: int) -> float:
-    """Measure `Decoder.reading_rows` by plain rounds of one row and of all rows, in turns; the fastest ones count."""
+    """Measure `Decoder.reading_rows` from plain rounds of one row and of all rows in turn; the fastest ones count."""
     numbers, plain, found = (1, None), [DraftChoice(0)], list[list[float]]()
     started = time.perf_counter()
     for repetition in range(NUM_WARM + NUM_TIMED):

@@ -9,9 +9,12 @@ _RANKS = "llama-ssp run ranks=N starts N ranks on this machine, and llama-ssp pl
 
 
 class Counterpart(NamedTuple):
-    """The setting that does the same, by its dotted key, and a sentence for the command line; either may be empty.
+    """The counterpart here of a setting that other programs have.
 
-    `name` has the names that others give it, separated by spaces.
+    Attributes:
+        name: the names that other programs give the setting, separated by spaces.
+        key: the dotted key of the setting with the same effect; empty if there is none.
+        sentence: a sentence for the command line; may be empty.
     """
 
     name: str

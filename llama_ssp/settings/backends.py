@@ -9,7 +9,7 @@ from llama_ssp.registry import Registry
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Backend:
-    """One way of placing a target, as a rule by a library, which needs its own modules."""
+    """One way of placing a target; usually a library does it, with modules of its own."""
 
     name: str  # value of `placement.target.kind`.
     purpose: str  # what `--help` says of it.
@@ -29,7 +29,7 @@ class Backend:
 
     @property
     def by_library(self) -> bool:
-        """Whether a library places the target, launched from Python, instead of the core."""
+        """Whether a library places the target, and Python launches its operators."""
         return self.shares is not None
 
 

@@ -35,7 +35,7 @@ _NEVER_IGNORED = {"dry_run"}
 
 
 class Checked(NamedTuple):
-    """A config that can run, and its settings that had no effect, which have their defaults again."""
+    """A config that can run, and the settings that had no effect, which have been set back to their defaults."""
 
     config: RunConfig
     unread: Sequence[NoEffect]
@@ -88,8 +88,7 @@ def check_plan(config: PlanConfig) -> None:
 def check_values(config: RunConfig, *shapes: ModelShape | None) -> None:
     """Raise ConfigError for values that are invalid, and for abilities that do not combine (`combinations`).
 
-    Every door calls this once it knows more of a run; `shapes` are the target's and the draft's, if the config lacks
-    them.
+    This is called each time more is known of a run. `shapes` are those of target and draft, if the config lacks them.
     """
     target, draft = (*shapes, None, None)[:2]
     if target:
@@ -100,7 +99,7 @@ def check_values(config: RunConfig, *shapes: ModelShape | None) -> None:
 
 
 def check_effects(config: RunConfig, explicit: frozenset[str]) -> None:
-    """Raise ConfigError for settings of `explicit`, as of `check`, that have no effect."""
+    """Raise ConfigError for settings in `explicit` (see `check`) that have no effect."""
     refuse([*map(str, _unread(config, explicit))])
 
 
@@ -174,13 +173,13 @@ def _values(config: RunConfig) -> Iterator[str]:
 
 
 def _of_draft(config: RunConfig) -> Sequence[str | NoEffect]:
-    """Problems of a run by the record of its draft, if the tokens of its rounds can be counted."""
+    """Return the problems that the draft's record finds in a run, if the number of tokens per round is valid."""
     record = drafters.DRAFTERS.find(config.draft.kind)
     return [*record.problems(config)] if record and _are_counted(config) else []
 
 
 def _are_counted(config: RunConfig) -> bool:
-    """Whether the tokens of a round can be counted; what is wrong has a sentence of its own if not."""
+    """Whether the number of tokens per round is valid; if it is not, another check reports that."""
     return _is_known(config.speculation.num_draft_tokens) and not [*_shapes_of_rounds(config)]
 
 
@@ -379,7 +378,7 @@ def _unread(config: RunConfig, explicit: frozenset[str]) -> Iterator[NoEffect]:
 
 
 def _without_effect(config: RunConfig) -> Iterator[tuple[str, bool, str]]:
-    """Settings, whether they have no effect, and why; a key includes all keys below it."""
+    """Yield settings, whether each has no effect, and why; a key stands for all keys below it."""
     task, speculation, rule = task_of(config), config.speculation, RULES.find(config.verification.rule)
     draws_by_position = rule is not None and rule.draws_by_position
     never_drafts = not drafters.drafts(config.draft) and not task.needs_draft

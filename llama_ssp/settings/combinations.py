@@ -137,11 +137,12 @@ class Ability:
     """An ability that an extension or a plugin adds to the table.
 
     Attributes:
-        name: in the table.
-        has: whether a run has it; unknown shapes count as if they had nothing.
-        clashes: the sentences for the abilities that no run has with it, by their names; absent ones count for nothing.
-        words: those in braces of its sentences, beside `_words`.
-        problems: of a run, whatever its abilities, and a `NoEffect` for each setting that has none.
+        name: its name in the table.
+        has: returns whether a run has it; shapes that are unknown count as shapes without special features.
+        clashes: sentences by the names of the abilities that no run has together with this one; names of abilities that
+            are not installed are ignored.
+        words: returns values for the braces in its sentences, in addition to `_words`.
+        problems: yields problems of a run, whatever its abilities, and a `NoEffect` for each setting without effect.
     """
 
     name: str
@@ -168,7 +169,7 @@ def table() -> dict[tuple[str, str], str]:
 
 
 def clashes(config: RunConfig) -> Iterator[str]:
-    """Yield a sentence for each pair of the table that a run has; nothing for an unknown kind of draft, or rule."""
+    """Yield a sentence for each pair of the table that a run has; none for an unknown kind of draft, or rule."""
     if DRAFTERS.problem_of(config.draft.kind) or RULES.problem_of(config.verification.rule):
         return
     has = cache(lambda ability: bool(abilities()[ability](config)))
@@ -240,7 +241,7 @@ def num_steps(config: RunConfig) -> int:
 
 
 def _recurrent(*models: ModelConfig) -> ModelShape | None:
-    """The shape of the first of the models whose layers keep a state."""
+    """The shape of the first model whose layers keep states; None if there is none."""
     return next((model.shape for model in models if model.shape and model.shape.recurrent), None)
 
 

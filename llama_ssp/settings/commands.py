@@ -11,12 +11,12 @@ class Command:
 
     Attributes:
         name: the word after `llama-ssp`.
-        usage: what may follow it, in `llama-ssp --help`.
-        purpose: what it does, there.
-        order: where it stands there.
+        usage: the arguments after the name, as in `llama-ssp --help`.
+        purpose: what the command does, as in `llama-ssp --help`.
+        order: its position in `llama-ssp --help`.
         run: `module:function` that takes the words after the name and returns the exit code; None for a run on ranks.
-        task: of such a run, the task that the command is short for.
-        address: of such a run, the setting of an address, which then needs no name: http://HOST is a word of its own.
+        task: for a run on ranks, the task that the command is short for.
+        address: for a run on ranks, the setting of an address, which is also set by a bare word such as http://HOST.
         example: a line on how to start it, in `--help`.
         of_sweeps: what it does with the folder of a sweep, for `--help` and the end of a sweep.
     """

@@ -79,12 +79,17 @@ Known = dict[frozenset[str], DictConfig]
 def compose(
     words: Sequence[str], *, multirun: bool = False, root: str = "config", known: Known | None = None
 ) -> list[Composed]:
-    """Compose the settings of a run, with `multirun` for each combination of values, or of a plan for each machine.
+    """Compose the settings of a run; with `multirun`, those of a run for each combination of values.
 
-    A setting of the chosen task needs no `task.`, and takes the task's name instead. The text of `prompt=TEXT` is
-    everything after the sign, and so are paths, unless they are quoted, null or hold ${...}. `root` is the file of
-    `conf` to start from. One ConfigError lists every word, name and value that is wrong. `known` keeps choices of
-    options for further calls with the same root, which then take a fifth of the time.
+    A plan with several machines gives settings for each. In words, a setting of the chosen task can be written without
+    `task.` or with the task's name in its place. The value of `prompt=TEXT`, and of a path, is the whole text after the
+    equals sign, unless it is quoted, null or contains ${...}.
+
+    Args:
+        words: the words of the command line; one ConfigError lists all that is wrong with them.
+        multirun: whether a word can have several values.
+        root: the file of `conf` to start from.
+        known: keeps chosen options for more calls with the same root, which then take a fifth of the time.
     """
     register(root)
     with _sentences(), initialize_config_dir(str(catalogue.conf_dir()), version_base="1.3"):
@@ -145,7 +150,7 @@ def _read(text: str, *, multirun: bool = False) -> _Word | None:
 def _problems(
     word: _Word, groups: Mapping[str, Sequence[str]], *, root: str, multirun: bool, sweeps: bool
 ) -> Iterator[str]:
-    """Yield why a word is refused whatever the other words are; `sweeps` allows it several values."""
+    """Yield what is wrong with a word regardless of other words; with `sweeps`, the word can have several values."""
     text, key, override = word.text, word.key, word.override
     if override is None:
         return
@@ -171,14 +176,14 @@ def _problems(
 
 
 def _values(word: _Word) -> list[_Word]:
-    """The word once for each of its values."""
+    """Return the word once for each of its values."""
     if word.override is None or not word.override.is_sweep_override():
         return [word]
     return [*filter(None, (_read(f"{word.key}={value}") for value in word.override.sweep_string_iterator()))]
 
 
 def _expanded(word: _Word) -> list[_Word]:
-    """The word, or for a folder as a model the two settings that it stands for."""
+    """Return the word; or, if its value is the folder of a model, the two words that it is short for."""
     if word.override is not None or word.key not in GROUPS:
         return [word]
     folder = word.text.removeprefix(f"{word.key}=")
@@ -222,7 +227,7 @@ def _keys(part: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 
 
 def _set(config: DictConfig, key: str, word: _Word, keys: frozenset[str]) -> Iterator[str]:
-    """Set a value, or yield why it cannot be set; ${...} of texts is taken literally."""
+    """Set a value, or yield why that is not possible; in texts, ${...} is taken literally."""
     is_figure = (key.startswith("hardware.") and bool(config.get("hardware"))) or key.startswith("chat_arguments.")
     if key not in keys and not is_figure:
         yield _unknown_key(key, keys)
@@ -463,7 +468,7 @@ def _unknown_key(key: str, keys: frozenset[str]) -> str:
 
 
 def _unread(words: Sequence[str]) -> list[str]:
-    """Report words of a command line that are no settings, one by one unless they are names alone."""
+    """Return problems of words that are no settings: one for all if they are only names, else one for each."""
     if words and (settings := as_settings(words)):
         return [f"{' '.join(words)!r} names no settings: write {settings}"]
     return [
@@ -489,7 +494,7 @@ def as_settings(words: Sequence[str]) -> str | None:
 
 
 def _problems_of_option(group: str, name: str, known: Collection[str]) -> Iterator[str]:
-    """Yield what is wrong with an option of a group, its name or a user's file; `known` lacks ids of the hub."""
+    """Yield what is wrong with an option of a group: its name, or the user's file; `known` has no ids of the hub."""
     try:
         of_targets = [kind.name for kind in heads_in_targets() if name in kind.other_names]
         if of_targets and group == "draft" and name not in known:

@@ -11,10 +11,10 @@ class ConstraintRecord:
     """A kind of constraint.
 
     Attributes:
-        is_asked: whether a `SamplingConfig` has one of this kind.
-        prepare: `module:function` that gets the sampling and the vocabulary, and returns what begins the
-            `speculate.engine.masks.Constraint` of a new text; ConfigError refuses what is asked for. It may take
-            seconds, and what it returns may not.
+        is_asked: returns whether a `SamplingConfig` asks for one of this kind.
+        prepare: `module:function` that takes the sampling and the vocabulary, and returns a function that begins the
+            `speculate.engine.masks.Constraint` of a new text. Preparing may take seconds, beginning may not. Raises
+            ConfigError if what the sampling asks for is not possible.
     """
 
     name: str

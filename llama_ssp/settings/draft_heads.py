@@ -37,16 +37,17 @@ class DraftHead:
     """A kind of draft head.
 
     Attributes:
-        name: of the kind; of one in the files of its target, the entry that `draft=` names.
-        read_config: reads the config.json of a head with files of its own, None for that of a model; CheckpointError
-            for one that is not read.
-        in_target: it lies in the files of its target, as layers of this name; the fields below are for such heads.
+        name: the name of the kind; for a head in the files of its target, the entry that `draft=` names.
+        read_config: reads the config.json of a head with files of its own; returns None for the config.json of a model,
+            and raises CheckpointError for a head that cannot be read.
+        in_target: the name of the head's layers in the files of its target; empty for a head with files of its own. The
+            attributes below are for heads in the target's files.
         source: `module:function` that makes its `weights.source.TapSource`, from None and the target's source.
-        other_names: that other engines give the entry.
-        families: of the targets that have it.
-        lacks: the sentence for a target, such as a setting or a folder, without it.
-        is_in: whether a target has it, by its config.
-        check: raises ConfigError unless a config describes such layers; also takes what names the target.
+        other_names: names that other engines give the entry.
+        families: the families of targets that can have it.
+        lacks: returns a sentence for a target without it, which is given as a setting or a folder.
+        is_in: returns whether a target has it, from the target's config.
+        check: raises ConfigError unless the config describes such layers; also takes the target's name for messages.
         describe: `module:function` that reads the sizes of the head from the folder of its target.
         synthesize: `module:function` that makes the source of a head from a target's `weights.source.MadeSource`, the
             sizes of the head and the agreement.

@@ -46,14 +46,14 @@ class RoundSizes(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class DraftTerms:
-    """Terms of a plan on every rank for a draft without a model: kernels of a round, bytes, and steps of the target.
+    """What a draft without a model adds to a plan on every rank: kernels of a round, bytes, and steps of the target.
 
     Attributes:
-        read_bytes: bytes that the kernels of a round read and write, without the draws of a law.
-        layers: of the target, with its output, that each drafted token passes; 0 for none.
-        seen_slots: of the cache that such a step reads of a row; None for all.
-        copied_slots: of a row that a round copies to a cache of the draft's own.
-        copied_format: of a second copy of the first `copied_layers` layers of the target; None without one.
+        read_bytes: bytes that the kernels of a round read and write, not counting draws from probabilities.
+        layers: number of layers of the target, with its output, that each drafted token passes; 0 for none.
+        seen_slots: slots of a row's cache that such a step reads; None for all.
+        copied_slots: slots of a row that a round copies to a cache of the draft's own.
+        copied_format: storage format of a second copy of the target's first `copied_layers` layers; None without one.
     """
 
     num_kernels: int = 0
@@ -105,7 +105,7 @@ class DrafterRecord:
     of_library: Callable[[Any, int], dict[str, object]] | None = None
 
     def is_certain(self, *, is_greedy: bool = False, tree: TreeShape | None = None) -> bool:
-        """Whether what it drafts is a function of the text, without probabilities, as of models where `is_greedy`."""
+        """Whether drafted tokens are a function of the text, without probabilities, as those of greedy draft models."""
         return is_greedy or not (self.has_model or self.draws) or bool(tree and tree.is_dynamic)
 
     @property
@@ -154,19 +154,19 @@ def draft_label(draft: DrafterConfig) -> str | None:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DraftVocabulary:
-    """The tokens that a draft model drafts in: the target's, or by a setting of the draft its own.
+    """The tokens that a draft model drafts in: the target's, or its own if a setting of the draft asks for that.
 
     Attributes:
-        name: of the value of the setting.
-        setting: of `ModelDraftConfig`, which an extension adds; empty for the target's tokens.
-        value: of the setting.
+        name: the name of the setting's value.
+        setting: a setting of `ModelDraftConfig` that an extension adds; empty for the target's tokens.
+        value: the value of the setting that asks for these tokens.
         make: `module:class` of the drafter, called with `drafters.drafter.DrafterParts`.
         check: `module:function` that raises ConfigError unless the draft can draft for the target, from the
             `run.checkpoints.Source` of each.
         prepare: as `DrafterRecord.prepare`.
-        slots_per_slot: of the draft's cache, for each slot of the target's, as far as its context goes.
+        slots_per_slot: slots of the draft's cache for each slot of the target's, up to the draft's context.
         first_positions: tokens of a row that the first step of a round reads.
-        logits_bytes: what a logit of a drafted token takes beyond one over the target's tokens.
+        logits_bytes: bytes of a drafted token's logit beyond those with the target's tokens.
     """
 
     name: str
@@ -205,11 +205,11 @@ def vocabulary_of(draft: DrafterConfig) -> DraftVocabulary:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DraftCache:
-    """A cache in which a draft model keeps a part of each text.
+    """A cache in which a draft model keeps only a part of each text.
 
     Attributes:
-        name: of the record.
-        num_kept: the most tokens of a row, from the settings of a draft; None where these ask for all.
+        name: the name of the record.
+        num_kept: returns the most tokens of a row that are kept, from the settings of a draft; None for all.
         make: `module:class` of the drafter, called with `drafters.drafter.DrafterParts`.
         of_head: `module:function` that gives a draft head such a cache, called with its runner and the same parts.
         taps: `module:class` of the taps of such a head, a `models.cache.Taps` that is also called with the settings of
@@ -232,7 +232,7 @@ def cache_of(draft: DrafterConfig) -> DraftCache | None:
 
 
 def sees_window(draft: DrafterConfig) -> bool:
-    """Whether a draft sees some of a text alone, from a cache whose slots are not its positions."""
+    """Whether a draft sees only a part of a text, from a cache whose slot numbers are not positions."""
     return cache_of(draft) is not None or drafter_of(draft).sees_window(draft)
 
 

@@ -15,19 +15,19 @@ Range = tuple[str, Callable[[Any], bool], str]
 
 @dataclass(frozen=True, kw_only=True)
 class MoreSettings:
-    """Settings of an extension in a group of the core, or of a plan: `config` is a dataclass derived from the group's.
+    """Settings that an extension adds to a group of the core, or to plans: `config` extends the group's dataclass.
 
     Attributes:
-        after: the setting of the group that these follow in help; empty for its last one.
+        after: the setting of the group that these follow in help; empty for the group's last one.
         paths: settings that are paths, which the command line does not parse.
-        draw: of plans, `module:function` that draws a plan or a search into the file that each of the paths names.
-        choose: of plans, `module:function` that chooses among layouts from the config, the machine and the given words,
-            and shows what it has found. The setting with the record's name asks for it.
+        draw: for plans, `module:function` that draws a plan or a search into the file that a setting of `paths` names.
+        choose: for plans, `module:function` that chooses among layouts from the config, the machine and the given
+            words, and shows the result. The setting with the record's name asks for it.
         example: a command line of `llama-ssp plan --help`.
-        ranges: what their numbers must be, by whole keys.
-        changeable: settings that may change when a run is resumed: no completion depends on them.
-        readers: of arguments of the library, for values that are no numbers and texts: a function that returns None for
-            a value of another type, and words for what is wanted.
+        ranges: conditions on numbers, by dotted key.
+        changeable: settings that may change when a run is resumed, because no completion depends on them.
+        readers: for arguments of the library that are neither numbers nor texts: a function that returns None for a
+            value of a wrong type, and words for what is wanted.
     """
 
     name: str

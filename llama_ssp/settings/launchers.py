@@ -29,5 +29,5 @@ LAUNCHERS: Registry[Launcher] = Registry(setting="hydra/launcher", kind=Launcher
 
 
 def launcher_with(settings: object) -> Launcher | None:
-    """The launcher that has these settings; None for Hydra's own."""
+    """Return the launcher whose settings these are; None for Hydra's own."""
     return next((one for one in LAUNCHERS.all().values() if isinstance(settings, one.config)), None)

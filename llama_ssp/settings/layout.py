@@ -30,7 +30,7 @@ class Layout:
 
     @cached_property
     def stages(self) -> tuple[tuple[int, ...], ...]:
-        """The ranks of each stage, which share its layers; the first ranks have the last one, and so the logits."""
+        """The ranks of each stage, which share its layers; the last stage, with the logits, is on the first ranks."""
         ranks, size = self.target_ranks, max(len(self.target_ranks) // self.num_stages, 1)
         last, *before = [ranks[number * size : (number + 1) * size] for number in range(self.num_stages)]
         return *before, last
@@ -47,7 +47,7 @@ class Layout:
 
     @cached_property
     def is_apart(self) -> bool:
-        """Whether there is a draft, on ranks without the target's logits."""
+        """Whether there is a draft on ranks that do not have the target's logits."""
         return bool(self.draft_ranks) and self.draft_source_rank not in self.scoring_ranks
 
     @cached_property
@@ -90,7 +90,10 @@ def lay_out(placement: PlacementConfig, *, world_size: int, has_draft: bool) -> 
 def problems_of(
     placement: PlacementConfig, *, world_size: int, has_draft: bool, chooser: str | None = None
 ) -> Iterator[str]:
-    """Yield what is impossible in a placement on `world_size` ranks; `chooser` is a setting that chooses another."""
+    """Yield what is impossible in a placement on `world_size` ranks.
+
+    `chooser` names a setting that chooses another placement.
+    """
     target, draft, num_replicas = placement.target, placement.draft, placement.num_replicas
     backend = BACKENDS.find(target.kind)
     if backend is None:  # `checks` names it

@@ -15,20 +15,22 @@ def fastest(seconds: Mapping[int, float]) -> int:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LengthChooser:
-    """One way to choose K for each round, 0 too.
+    """One way to choose K for each round; 0 is a plain round.
 
     Attributes:
         name: value of `speculation.num_draft_tokens`.
-        purpose: what `--help` says that it does.
-        lengths: the other K that it chooses from, by the shape of the draft's model; None has no shape.
+        purpose: what the chooser does, as `--help` says.
+        lengths: returns the values of K above 0 to choose from, given the shape of the draft's model, or None for a
+            draft without a model.
         make: `module:function` that makes a `speculate.engine.lengths.FixedLength` for a decoder, once and on all
             ranks, from decoder, config, `num_slots` in the middle of the longest text, `comm`, and the run's `folder`
             or None.
         simulate: `module:function` that makes the same from the costs of rounds by `DraftChoice`, and the `acceptance`
-            that is expected of each drafter; None if it needs more.
-        priced: K of the rounds that a plan prices, from the seconds per token by K.
-        finds_best: it finds the K with the most tokens per second, and drafts nothing where drafts lose: plans take it
-            for no slower than plain decoding, and name it where they do not know the best K.
+            that is expected of each drafter; None if these do not suffice.
+        priced: returns the K whose rounds a plan prices, given the seconds per token by K.
+        finds_best: whether the chooser finds the K with the most tokens per second, and drafts nothing where drafts
+            cost more than they gain. Plans then expect no run to be slower than plain decoding, and name the chooser
+            where they cannot tell the best K.
     """
 
     name: str
@@ -50,7 +52,7 @@ def chooser_named(number: int | str) -> LengthChooser | None:
 
 
 def choosers_said() -> str:
-    """The settings that let something choose K; empty without one."""
+    """Return the settings that let K be chosen for each round, in words; empty if no chooser is installed."""
     return listed([said(CHOOSERS.setting, name) for name in CHOOSERS.all()], "or")
 
 
@@ -60,5 +62,5 @@ def finder() -> LengthChooser | None:
 
 
 def longest(number: int | str, draft: ModelShape | None) -> int:
-    """K, or the largest K of what chooses it; raises ConfigError for an unknown name."""
+    """Return K, or the largest K that its chooser can choose; raises ConfigError for an unknown name."""
     return max(CHOOSERS.of(number).lengths(draft)) if isinstance(number, str) else number

@@ -12,8 +12,8 @@ class RoundRecord:
     """A kind of round.
 
     Attributes:
-        order: of two kinds that are asked for, the one with the smaller number is taken.
-        is_asked: whether the rounds of a decoder with a draft are of this kind.
+        order: if a config asks for two kinds, the kind with the smaller number is taken.
+        is_asked: returns whether the rounds of a decoder with a draft are of this kind.
         make: `module:function` that makes a `speculate.engine.round.Round` of the target and the drafters, with the
             arguments of its constructor.
     """
@@ -37,5 +37,5 @@ IN_TURN = RoundRecord(
 
 
 def round_of(config: RunConfig, *, speculative: bool) -> RoundRecord:
-    """The kind of round of a decoder; plain decoding has no draft to overlap with."""
+    """The kind of round of a decoder; plain decoding has ordinary rounds, since there is no draft to overlap with."""
     return next(one for one in ROUNDS.all().values() if one is IN_TURN or (speculative and one.is_asked(config)))

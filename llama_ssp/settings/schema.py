@@ -54,12 +54,12 @@ class DrafterConfig:
 
     @property
     def ends_early(self) -> bool:
-        """Whether a draft says how many of its tokens count (`sampling.draft.Draft`), so that ranks send that."""
+        """Whether a draft says how many of its tokens count (`sampling.draft.Draft`), so that ranks send the number."""
         return False
 
 
 class ExpertParts(Enum):
-    """Shares of a layer's experts on a rank: some units of each, or some experts whole."""
+    """How ranks share the experts of a layer: each has some units of every expert, or some experts as a whole."""
 
     cut = "cut"
     spread = "spread"
@@ -212,7 +212,7 @@ class SpeculationConfig:
 
     @property
     def chooser(self) -> LengthChooser | None:
-        """The record of what chooses K for each round; None for one K, for trees, and for an unknown name."""
+        """The record of what chooses K for each round; None for a fixed K, for trees, and for an unknown name."""
         return None if self.tree else chooser_named(self.num_draft_tokens)
 
     @property
@@ -230,7 +230,7 @@ class TimeoutConfig:
 
 
 class Resume(Enum):
-    """Whether a folder with finished completions is resumed: with the models' files that it began with, or any."""
+    """Ways to resume a folder with finished completions: only with the models' files that it began with, or any."""
 
     if_unchanged = "if_unchanged"
     anyway = "anyway"
@@ -376,7 +376,7 @@ class RunConfig:
 
     @property
     def most_draft_tokens(self) -> int:
-        """K, the largest one of what chooses it, or the nodes of a tree."""
+        """The most drafted tokens of a round: K, the largest K that can be chosen, or the number of a tree's nodes."""
         if shape := self.speculation.tree_shape:
             return shape.num_nodes
         return longest(self.speculation.num_draft_tokens, self.draft.model.shape if self.draft.model else None)
@@ -389,7 +389,7 @@ class RunConfig:
 
     @property
     def source(self) -> WeightsRecord:
-        """The record of the source of its weights; that of files if there is none of this name."""
+        """The record of the source of the weights; for an unknown name, that of files."""
         return WEIGHTS.find(self.weights) or CHECKPOINT
 
     @property

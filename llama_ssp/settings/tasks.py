@@ -19,7 +19,7 @@ def default_prompts(config: RunConfig) -> Sequence[str]:
 
 @dataclass(frozen=True)
 class NoEffect:
-    """A setting that was given and that this run does not read; `reason` goes on after "has no effect"."""
+    """A setting that was given but is not read in this run; `reason` continues the sentence after "has no effect"."""
 
     key: str
     reason: str
@@ -106,12 +106,13 @@ class RequestFile:
     """A kind of file whose lines are requests, which code of its own answers in place of the task.
 
     Attributes:
-        name: a field of its lines; a line with this field names the extension that reads it, where that is missing.
+        name: a field of its lines; if the extension that reads such files is missing, errors on this field name it.
         purpose: what it is for, in the help of `prompts`.
         output: the file of the run folder with the answers.
-        is_one: whether the prompts of a run are such a file.
-        problems: of a run with such a file; as of a task.
-        run: `module:function` that answers the lines on every rank: a `Task` of `run.pipeline`, without requests.
+        is_one: returns whether the prompts of a run are such a file.
+        problems: yields problems of a run with such a file, as those of a task.
+        run: `module:function` that answers the lines on every rank: a `Task` of `run.pipeline`, called without
+            requests.
     """
 
     name: str
@@ -126,7 +127,7 @@ REQUEST_FILES: Registry[RequestFile] = Registry(setting="prompts", kind=RequestF
 
 
 def request_file(config: RunConfig) -> RequestFile | None:
-    """The kind of a run's file of requests; None if it has none."""
+    """Return the kind of request file that `prompts` of a run names; None if its prompts are no such file."""
     return next((kind for kind in REQUEST_FILES.all().values() if kind.is_one(config)), None)
 
 
@@ -138,14 +139,14 @@ def draws_by_row(config: RunConfig) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class ServedField:
-    """A field of served requests beside OpenAI's.
+    """A field of served requests that OpenAI's API does not have.
 
     Attributes:
-        name: in the body.
-        kind: what its value is: "a number", "a whole number", "true or false", "a text" or "an object". Other words are
-            not checked: `read` checks such a value.
-        read: `module:function` that takes the value and the request, and returns the request with what is asked for;
-            ConfigError refuses the value.
+        name: its name in the body.
+        kind: the kind of its value: "a number", "a whole number", "true or false", "a text" or "an object". Other words
+            are not checked: `read` checks such a value.
+        read: `module:function` that takes the value and the request, and returns the request with the field applied;
+            raises ConfigError for a value that it refuses.
     """
 
     name: str

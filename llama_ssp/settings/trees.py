@@ -23,11 +23,11 @@ class TreeShape:
     """The shape of a tree.
 
     Attributes:
-        text: as settings write it; others may mean the same shape.
-        num_nodes: drafted tokens.
-        widths: the most children that a node has, level by level from the root on.
-        read: how many nodes the draft reads, in its forwards after the first.
-        is_dynamic: the probabilities of the draft decide which nodes a round has.
+        text: the shape as the settings write it; other texts may mean the same shape.
+        num_nodes: number of drafted tokens.
+        widths: the most children of a node, for each level from the root on.
+        read: number of nodes that each forward of the draft after the first one reads.
+        is_dynamic: whether the probabilities of the draft decide which nodes a round has.
     """
 
     text: str = field(compare=False)

@@ -13,11 +13,12 @@ class WeightChange:
     """A change of a model's weights.
 
     Attributes:
-        name: of the setting of a model that gives the folder of the files, or their id on the hub.
+        name: the setting of a model that gives the folder of the change's files, or their id on the hub.
         config: the file that describes the change.
         weights: the file of its tensors.
-        alone: the sentence for a folder or an id with these files in place of a model's; also takes `config` there.
-        apply: `module:function` that gets a `Checkpoint` and the folder, and returns the changed one; raises
+        alone: returns a sentence for a folder or an id that was given as a model but has only such files; also takes
+            the `config` there.
+        apply: `module:function` that takes a `Checkpoint` and the folder, and returns the changed checkpoint; raises
             CheckpointError.
     """
 

@@ -56,7 +56,10 @@ class Pattern:
         return len(self._steps) in self._reached(set(states), "^$" if not name else "$")
 
     def _reached(self, states: set[int], edges: str) -> frozenset[int]:
-        """The states, and states that follow without a character, where `edges` of the name stand here."""
+        """Return the given states and all that follow from them without taking a character.
+
+        `edges` has those of `^` and `$` that match at this point of the name.
+        """
         found, left = set(states), list(states)
         while left:
             if (state := left.pop()) == len(self._steps):

@@ -69,9 +69,10 @@ class PackedTensor(ListedTensor):
         """Rows of some outputs, of some inputs in whole groups."""
 
     def read(self, **wanted: Unpack[Wanted]) -> Tensor:
-        """Read rows, as `byte_rows` describes them, of all or some outputs (dim 0), or one part of the inputs (dim 1).
+        """Read rows, in the form of `byte_rows`, of all outputs, of some outputs (dim 0), or of some inputs (dim 1).
 
-        This part has whole groups. CheckpointError if a file has changed, or its groups are not as it describes.
+        A range of inputs must have whole groups. Raises CheckpointError if a file has changed, or if its groups are not
+        as the layout describes them.
         """
         dim = wanted.get("dim")
         if len(self.shape) == 3:

@@ -110,7 +110,10 @@ class _Batch(NamedTuple):
         return self.tokens_BS.gather(1, self.places(start, stop))
 
     def rows_with(self, num_new: int) -> Rows:
-        """The rows after some new tokens; the further ones stand there too."""
+        """Return the rows as they are after `num_new` new tokens of each text.
+
+        Only the lengths end there: the token ids after this point stay in the rows.
+        """
         lengths_B = self.prompt_lengths_B + num_new
         return Rows(self.tokens_BS.clone(), lengths_B, torch.zeros_like(lengths_B), self.prompt_lengths_B)
 
@@ -297,7 +300,12 @@ class _Windows:
         self._generator.manual_seed(crc32(batch.tokens_BS.cpu().numpy().tobytes()))
 
     def add(self, *places: Tensor, is_last: bool) -> None:
-        """Take the laws (B, T, V) of target and draft at further places, and the tokens (B, T) there."""
+        """Add the next positions of the texts, and compute the numbers of the trees whose tokens are now all known.
+
+        Args:
+            places: the target's probabilities (B, T, V), the draft's (B, T, V), and the tokens of the texts (B, T).
+            is_last: whether these are the last positions, so that no tree has to wait for more.
+        """
         if not self.shapes:
             return
         kept = [torch.cat(parts, dim=1) for parts in zip(self._kept, places, strict=True)] if self._kept else places
@@ -349,7 +357,11 @@ class _Whole:
             self._logits_B1V = read_prompts(self._runner, known, rows=batch.rows, buckets=batch.buckets)[:, None]
 
     def read(self, batch: _Batch, laws_BTV: Tensor | None, start: int, stop: int) -> None:
-        """Keep numbers of the new tokens from `start` to `stop`, after reading the token before each of them."""
+        """Compute and keep the numbers of the new tokens from `start` to `stop`.
+
+        The draft first reads the token before each of them. Ranks without `laws_BTV` (the target's probabilities) only
+        take part in this forward.
+        """
         if self._runner is None:
             return
         logits_BTV, places_BT = self._logits_B1V, batch.places(start, stop)

@@ -135,7 +135,10 @@ def _problems(config: RunConfig, explicit: frozenset[str]) -> Iterator[str | NoE
 
 
 def _problems_of_trees(config: RunConfig) -> Iterator[str]:
-    """Sentences for shapes that are none, and for drafts and settings without trees, each once."""
+    """Yield a sentence for each entry of `task.trees` that is no tree, and for each draft or setting without trees.
+
+    No sentence comes twice.
+    """
     task, found = cast("AcceptanceConfig", config.task), dict[str, None]()
     own = replace(config, verification=VerificationConfig(), draft=replace(config.draft, fallback=None))
     own = replace(own, speculation=replace(config.speculation, num_draft_tokens=1))

@@ -328,7 +328,7 @@ def _answer(session: Session, configs: Sequence[RunConfig], sources: Mapping[str
 
 
 def costs_of(model: CostModel, longest: int) -> dict[int, float]:
-    """Seconds of a plain step, 0, and of rounds by K."""
+    """Return the seconds of a round by K, for K from 1 to `longest`; key 0 has the seconds of a plain step."""
     rounds = {number: model.drafting_s(number) + model.verify_s(number) for number in range(1, longest + 1)}
     return {0: model.plain_s()} | rounds
 

@@ -52,7 +52,10 @@ def law_of(sampling: SamplingConfig) -> dict[str, Any]:
 
 
 def odd_settings(given: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
-    """The settings, but for the temperature, that two laws do not share, with their values in the first one."""
+    """Return the settings that differ between two mappings of `law_of`, apart from the temperature.
+
+    Each is `name=value`, with the value of `given`.
+    """
     names = sorted({*given, *wanted} - {"temperature"})
     return [f"{name}={given.get(name, 'default')}" for name in names if given.get(name) != wanted.get(name)]
 

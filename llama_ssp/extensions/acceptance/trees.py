@@ -36,12 +36,14 @@ class Place(NamedTuple):
 
 
 def reach_along(places: Iterable[Place], widths: Sequence[int], pick: Pick) -> Tensor:
-    """The probability (X, D) that a round accepts 1, 2, ... tokens of the text, for one draw of siblings.
+    """Return the probability (X, D) that a round accepts at least 1, 2, ..., D tokens of the text.
+
+    The siblings are drawn once, so this is one sample of an estimate whose mean is exact.
 
     Args:
-        places: of the text's tokens from the beginning on.
-        widths: children of a node at each depth.
-        pick: draws siblings, and the child by which the text goes on.
+        places: one for each of the next D tokens of the text, in order.
+        widths: the number of children of a node, for each depth.
+        pick: draws the rejected siblings, and the child by which the path goes on along the text.
     """
     reach_X1 = carried_X1 = torch.ones(())
     found: list[Tensor] = []

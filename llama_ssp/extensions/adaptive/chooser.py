@@ -134,7 +134,11 @@ class _Source:
         return choice, gain, costs[choice] + more
 
     def probe(self, costs: Mapping[DraftChoice, float], gain: float, chunks: int) -> tuple[float, DraftChoice]:
-        """The round that loses least against a gain, and its loss."""
+        """Return the smallest expected loss of a probe with this drafter, and the choice that has it.
+
+        The loss is the probe's time, less the time in which rounds of `gain` tokens per unit of time make as many
+        tokens.
+        """
         more = self._catch_up * chunks
         return min((costs[choice] + more - self._tokens[choice] / gain, choice) for choice in self._own)
 

@@ -275,7 +275,10 @@ def changes_that_fit(spec: PlanSpec, hardware: HardwareConfig) -> list[Change]:
 
 
 def _chosen(candidates: list[Change], known: set[str]) -> list[Change]:
-    """The best change of each kind; its plan may have the warnings of the asked plan, which are `known`, alone."""
+    """Return the best change of each kind, `MOST_CHANGES` at most.
+
+    A change counts only if its plan has no warning that the asked plan does not have (`known`).
+    """
     chosen: dict[str, Change] = {}
     for candidate in sorted(candidates, key=lambda one: one.order):
         if len(chosen) == MOST_CHANGES:

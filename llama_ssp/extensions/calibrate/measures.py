@@ -126,7 +126,10 @@ def _sum_s(comm: Comm, num_bytes: int, device: torch.device) -> float:
 
 @torch.inference_mode()
 def _captured_s(comm: Comm, values: Tensor) -> float:
-    """Time of an all-reduce after a product in a CUDA graph, without that."""
+    """Return the seconds that an all-reduce takes when it follows a matrix product in a CUDA graph.
+
+    This is the difference between a graph with both and a graph with the product alone.
+    """
     x, weight = (torch.zeros(rows, 4096, dtype=torch.float16, device=values.device) for rows in (1, 4096))
 
     def product() -> None:

@@ -44,7 +44,7 @@ class ByteTensor(BlockTensor):
         return byte_rows.bytes_of(self._matrix(self.layout.weight, outputs, self._words(inputs))) ^ _SIGN_BIT
 
     def _check_zeros(self, outputs: range, groups: range) -> None:
-        """CheckpointError if int8 weights have another zero than the middle."""
+        """Raise CheckpointError if a stored zero point of int8 weights is not the middle of the range."""
         if stored := self.parts.get(self.layout.zero):
             zeros = byte_rows.bytes_of(self._matrix(self.layout.zero, self._words(outputs), groups))
             if not bool((zeros == _SIGN_BIT - self.layout.least_zero).all()):

@@ -18,17 +18,17 @@ _TOLERANCE = 1e-4
 
 
 def find_draw() -> Callable[..., Tensor] | None:
-    """Draws a token for each row; see `processors.draw`."""
+    """Return the kernel of `processors.draw`, which draws a token for each row; None if the kernels fail."""
     return getattr(tried_kernels(), "draw_tokens", None)
 
 
 def find_softmax() -> Callable[..., Tensor] | None:
-    """Probabilities of logits times a scale."""
+    """Return the kernel of the softmax of logits times a scale; None if the kernels fail."""
     return getattr(tried_kernels(), "softmax", None)
 
 
 def find_draw_in_blocks() -> Callable[..., Tensor] | None:
-    """Draws a token in each block; see `shards.draw_in_blocks`."""
+    """Return the kernel of `shards.draw_in_blocks`, which draws a token in each block; None if the kernels fail."""
     return getattr(tried_kernels(), "draw_in_blocks", None)
 
 

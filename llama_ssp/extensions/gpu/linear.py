@@ -109,7 +109,7 @@ def _weights_of_a_byte(dtype: torch.dtype) -> int:
 
 
 def tried_experts(joined: JoinedExperts, *, num_experts: int, num_inputs: int) -> JoinedExperts | None:
-    """The experts, once the product of a pair has run."""
+    """Return `joined` after a trial product of one token with one expert; None, after a warning, if that fails."""
 
     def tried() -> JoinedExperts:
         x_1I = torch.ones(1, num_inputs, dtype=torch.float16, device=joined.device)

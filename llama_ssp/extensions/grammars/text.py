@@ -171,7 +171,7 @@ def _reason(matcher: LibraryPart) -> str:
 
 
 def _matcher(grammar: str, vocabulary: Vocabulary, *, may_force: bool) -> tuple[LibraryPart, str]:
-    """The matcher of a grammar, and why its texts cannot be begun, if they cannot."""
+    """Return the matcher of a grammar, and the reason why its texts cannot be begun or continued; empty if they can."""
     from llguidance import LLMatcher, LLParserLimits
 
     limits = LLParserLimits(max_items_in_row=MOST_ITEMS, step_max_items=MOST_ITEMS, verbose_errors=False)

@@ -119,7 +119,7 @@ class HeadConfig:
 
     @property
     def sees_all(self) -> bool:
-        """Whether each position of a block sees everything."""
+        """Whether, in every layer, each position of a block attends to all the others and to the whole text before."""
         return all(reach == ALL for reach in self.reaches)
 
     def joining_sizes(self, width: int, vocab_size: int) -> dict[str, tuple[int, ...]]:
@@ -217,7 +217,10 @@ def read_head_config(content: Mapping[str, Any], file: Path) -> HeadConfig | Non
 
 
 def _confidence_size(of_spark: Mapping[str, Any], rank: int, width: int, file: Path) -> int:
-    """See `HeadConfig.confidence_size`: `speculators` has an estimate unless the file says otherwise."""
+    """Return `HeadConfig.confidence_size` as the file describes the confidence head.
+
+    Where the file does not say whether there is one, heads of `speculators` have one, and others have none.
+    """
     if not of_spark.get("enable_confidence_head", SPECULATOR in of_spark):
         return 0
     joins = bool(of_spark.get("confidence_head_with_markov", True))

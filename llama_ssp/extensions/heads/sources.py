@@ -337,7 +337,11 @@ class MtpSource:
         return {}
 
     def extend(self, model: PreTrainedModel) -> None:
-        """Add the norms of both inputs, their product, and the last norms of further modules; see `TapSource`."""
+        """Add the modules that an MTP layer has beyond a decoder layer; see `TapSource`.
+
+        These are the norms of the embedding and of the hidden state, and the linear layer that joins them. Each layer
+        after the first also gets a final norm of its own.
+        """
         width: int = model.config.hidden_size
         layers: Any = model.get_decoder().layers
         for number, layer in enumerate(layers):

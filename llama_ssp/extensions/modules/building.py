@@ -282,10 +282,12 @@ class SharedOutput(nn.Module):
 
 
 class OwnLinear(nn.Module):
-    """Replaces a linear layer of transformers, or this rank's slice of it, and empties it.
+    """Takes the place of a linear layer of transformers, or of this rank's slice of one.
+
+    The replaced module loses its weight, which this one keeps in its own form.
 
     Attributes:
-        shared: the slice, if its outputs are joined over ranks; else None.
+        shared: the replaced slice, if outputs have to be summed or gathered over ranks after the product; else None.
     """
 
     def __init__(self, module: nn.Linear | ColumnLinear | RowLinear, kernel: Kernel) -> None:

@@ -86,7 +86,10 @@ _MARGIN = 1.06
 
 @contextmanager
 def styled() -> Iterator[None]:
-    """Apply STYLE, without warnings about characters that matplotlib's font lacks, since viewers have others."""
+    """Apply STYLE, without warnings about characters that matplotlib's font lacks.
+
+    Programs that show the figures bring fonts of their own, which have these characters.
+    """
     with mpl_style.context(STYLE, after_reset=True), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph")
         yield

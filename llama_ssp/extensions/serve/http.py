@@ -71,9 +71,9 @@ def serve(session: Session, _requests: list[PromptRequest]) -> None:
 
 
 class Front:
-    """The HTTP side of a server, open for the length of a block.
+    """The HTTP side of a server; as a context manager, it accepts requests until its `with` block ends.
 
-    Raises ConfigError if the key cannot be read, or the address is not free.
+    Raises ConfigError if its keys cannot be read, or if the address is in use.
     """
 
     def __init__(self, session: Session, inbox: Inbox) -> None:

@@ -441,7 +441,10 @@ class BodyReader:
         return [self._encoded(one) for one in many]
 
     def _check_bytes(self, texts: Sequence[str], param: str) -> None:
-        """Refuse texts with too many bytes for any tokens; to encode them could take seconds."""
+        """Refuse texts that have more bytes than the tokens of a row can hold.
+
+        This comes before tokenization, which could take seconds for such a text.
+        """
         if sum(len(text.encode(errors="replace")) for text in texts) > self._most_bytes:
             reason = f"more than {self._most_bytes} bytes do not fit into the {self.length} tokens of a row"
             raise RequestError(reason, param=param, code=_TOO_LONG)
@@ -586,7 +589,10 @@ class Answer:
         self.last: Part | None = None
 
     def untold_ids(self) -> list[int]:
-        """The tokens that no piece of it has had yet: a part whose text is held back makes none."""
+        """Return the token ids that no streamed piece has had yet.
+
+        A part whose text is held back makes no piece, so its ids come with the next one.
+        """
         first, self._num_told = self._num_told, len(self.token_ids)
         return self.token_ids[first:]
 

@@ -165,7 +165,10 @@ class Service:
         return inbox.is_closed and (inbox.is_empty or not has_time)
 
     def _news(self, num_rows: int) -> tuple[list[dict[str, Any]], list[int], bool]:
-        """News of rank 0: new completions, numbers to drop, whether the server ends; waits for any if all is idle."""
+        """Return what rank 0 tells the others: new requests, numbers of requests to drop, and whether the server ends.
+
+        If nothing runs or waits, this waits for a request, at most `_BEAT_S`.
+        """
         assert self._inbox, "rank 0 has one"
         stops = self._session.stop_request.requested or self._inbox.is_closed
         may_wait = num_rows == self._decoder.batch_size and not (self._unscored or self._unprepared or stops)

@@ -108,7 +108,7 @@ class Synthetic:
         return values[0] if small.ndim == 1 else values
 
     def layers_of(self, small_layers: Sequence[int]) -> tuple[int, ...]:
-        """The layers that have the inputs of these layers of the small model."""
+        """Return the layers whose inputs equal those of the given layers of the small model."""
         starts = {small: layer for layer, (small, counts) in enumerate(self._implant.layers) if counts}
         return tuple(starts[layer] for layer in small_layers)
 

@@ -46,7 +46,7 @@ that have them, to (M, H * D).
 
 
 class WholeLayers(Protocol):
-    """Layers that an operator of a device computes at once, for at most `engine.WHOLE_LAYER_TOKENS` tokens.
+    """A run of layers that one operator of a device computes, for at most `engine.WHOLE_LAYER_TOKENS` tokens.
 
     Attributes:
         first: the number of the first layer.
@@ -57,7 +57,7 @@ class WholeLayers(Protocol):
     stop: int
 
     def __call__(self, x_ME: Tensor, attend: Any, numbers: range, heads: Heads) -> Tensor:  # noqa: ANN401 - its own
-        """The residual stream after layers of these numbers, by the attention of the same operator."""
+        """Return the residual stream after the layers `numbers`; `attend` is the attention of the same operator."""
 
 
 class OperatorAttention(Protocol):
@@ -100,9 +100,9 @@ def place_and_attend(
     cache_rows_B: Tensor | None,
     attend: Attend,
 ) -> Tensor:
-    """A `LayerAttention` of two parts: heads are turned and written to the cache, then attended to.
+    """Attend in two steps, as a `LayerAttention`: rotate heads and write them to the cache, then attend to the cache.
 
-    `rotate_write` is that of `kernels.between` or of the device, for the tokens of this forward; `buffer` gives a
+    `rotate_write` is that of `kernels.between` or of the device, for the tokens of this forward; `buffer` returns a
     layer's part of the cache. For `cache_rows_B` see `CacheView`.
     """
     qkv_MXD = qkv_MO.view(-1, heads.num + 2 * heads.num_kv, heads.dim)
@@ -122,7 +122,7 @@ def attend_by_mask(
     by_position: bool,
     kept: KeptRows,
 ) -> Tensor:
-    """`Attend` by a mask with a row for each query of a group; `by_position`, one position after another."""
+    """`Attend` with a mask that has a row for each query of a group; with `by_position`, position by position."""
     group = heads.num // heads.num_kv
     keys_BNSD, values_BNSD = (kept.unpack(rows, queries_MHD.dtype) for rows in (keys_BNSW, values_BNSW))
     grouped_BTNGD = queries_MHD.view(batch_size, -1, heads.num_kv, group, heads.dim)
@@ -143,10 +143,10 @@ def attend_by_mask(
 
 
 class LengthTables(Workspace):
-    """Tables in which a forward looks up where its sequences lie: int32 on the device.
+    """Tables in which a forward looks up where its sequences are in the cache: int32 on the device.
 
     Args:
-        num_slots: of a row.
+        num_slots: the slots of a row.
     """
 
     def __init__(self, *, batch_size: int, num_slots: int, device: torch.device) -> None:

@@ -45,9 +45,9 @@ class LeanRunner(CachedRunner):
     """A Llama-like model, or this rank's slice of it, with its static cache; see `Runner`.
 
     Args:
-        loading: its weights, all of which are taken, and how; the output keeps its dtype.
-        kernel: of all linear layers; None takes the fastest for each shape.
-        varlen: reads the cache by lengths of rows; None for this device's, or masks if it has none.
+        loading: its weights, all of which are taken, and how to load them; the output keeps its dtype.
+        kernel: the kernel of all linear layers; None takes the fastest for each shape.
+        varlen: attention that reads the cache by lengths of rows; None for this device's, or for masks if it has none.
     """
 
     layer_class = Layer
@@ -100,7 +100,7 @@ class LeanRunner(CachedRunner):
     def _take_tables(
         self, weights: Weights, own: RankShard, embedding_VE: Tensor | None, kernel: Kernel | None
     ) -> Linear | None:
-        """Take the embedding, unless it is given, in the first stage; return the output, in the last one."""
+        """Take the embedding, unless it is given, in the first stage; in the last stage take and return the output."""
         # The largest matrix comes first: copies of it are gone before the layers need their room.
         head = None
         if self._stage.is_last:
@@ -118,7 +118,7 @@ class LeanRunner(CachedRunner):
         return make_linear(head.detach(), None, kernel=kernel, keeps_weight=embedding_VE is head)
 
     def _take_others(self, weights: Weights, loading: Loading) -> None:
-        """Take the parameters of a head outside its layer."""
+        """Take the parameters of a head that are not in its layer."""
 
     def _choose_attention(self, varlen: VarlenAttention | None) -> None:
         """Attend by lengths of rows, by an operator, or by masks; see `attention`."""
@@ -162,7 +162,7 @@ class LeanRunner(CachedRunner):
 
     @property
     def places_are_invariant(self) -> bool:
-        """Whether it is invariant with `TreePlaces` too: by the operator, and not by torch's attention with masks."""
+        """Whether results with `TreePlaces` are invariant too: the operator's are, those of torch's masks are not."""
         return self.is_invariant and self._compiled is not None
 
     @property
@@ -171,10 +171,9 @@ class LeanRunner(CachedRunner):
         return len(self._layers)
 
     def part(self, numbers: Sequence[int], *, of: "LeanRunner | None" = None) -> "LeanRunner":
-        """A runner of some layers, in order, between the same embedding and output; it shares all weights.
+        """Return a runner of some layers, in order, between the same embedding and output; it shares all weights.
 
-        With `of` they are another model's layers, between this model's embedding and output. They see all that `follow`
-        shows, without windows.
+        With `of`, the layers are another model's. They attend without windows to all that `follow` makes visible.
         """
         part, layers = copy(self), (of or self)._layers
         vars(part).update(
@@ -189,9 +188,9 @@ class LeanRunner(CachedRunner):
         cache.make_buffers(layers, self.device, num_heads=self._heads.num_kv, head_dim=self._heads.dim)
 
     def follow(self, whole: "LeanRunner", cache: StaticCache | None, *, reads: Reads) -> None:
-        """Read and write a cache, or that of the model that this is a `part` of, which has allocated.
+        """Use the cache and the tables of `whole`, of which this runner is a `part`; `cache` replaces that cache.
 
-        Forwards then return what the caller `reads`; see `Runner.allocate`.
+        `whole` has been allocated before. Forwards then return what the caller `reads`; see `Runner.allocate`.
         """
         if cache and self._varlen and cache is not self._cache:
             self._lengths = LengthTables(batch_size=cache.num_rows, num_slots=cache.num_slots, device=self.device)
@@ -255,7 +254,7 @@ class LeanRunner(CachedRunner):
         return self._scored(stream, ids_BT.shape[0], score_positions_BR)[1]
 
     def _entering(self, ids_M: Tensor, taps: Taps | None, slots_M: Any) -> Stream:  # noqa: ANN401 - None without taps
-        """The stream before the first layer: of embedded tokens, or what the stage before sends, with its taps."""
+        """Return the stream before the first layer: embedded tokens, or what the stage before sends, with its taps."""
         if self._stage.before:
             like = torch.empty(0, dtype=self.dtype, device=self.device)
             how: dict[str, Any] = {"width": self._width, "comm": self._comm, "like": like}
@@ -298,7 +297,7 @@ class LeanRunner(CachedRunner):
         return sum(self._head_sizes[: self._comm.rank])
 
     def _joined(self, logits: Tensor) -> Tensor:
-        """All logits (..., V) in fp32, or the part of them that is read, from this rank's."""
+        """Return all logits (..., V) in fp32, or the part of them that is read, given this rank's logits."""
         if self.reads is Reads.best:
             return best_of(logits, first=self._first_output, comm=self._comm)
         if self.reads is Reads.own:
@@ -316,10 +315,11 @@ class LeanRunner(CachedRunner):
         tree: TreePlaces | None = None,
         seen_BT: Tensor | None = None,
     ) -> dict[int | None, LayerAttention]:
-        """Make calls, by window, that write to the cache and attend in one forward; trees without operator use masks.
+        """Make a function for each window that writes to the cache and attends in one forward.
 
-        One node of a row needs none: it sees all slots up to its own, which is a length.
-        `seen_BT` are the last positions that tokens see, by default their own; for a row's first token always its own.
+        Trees use masks if there is no operator for them. A single node per row needs no mask: it sees all slots up to
+        its own, which is a length. `seen_BT` are the last positions that tokens see, by default their own; a row's
+        first token always sees its own.
         """
         assert self._cache is not None, "allocate comes first"
         if self._compiled:

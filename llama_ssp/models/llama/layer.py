@@ -36,7 +36,7 @@ class Unsummed(NamedTuple):
 
 
 class Unread(NamedTuple):
-    """The embedding (V, E), and the tokens whose rows the stream consists of: the first norm looks them up."""
+    """The embedding (V, E) and the token ids of the stream, whose rows the first norm will look up."""
 
     embedding_VE: Tensor
     ids_M: Tensor
@@ -47,7 +47,7 @@ Stream = tuple[Tensor, Tensor | Unsummed | Unread | None]
 
 
 def added(stream: Stream) -> Tensor:
-    """The stream with everything added; call it once."""
+    """Return the stream with all pending parts added; call it once."""
     x_ME, pending = stream
     if isinstance(pending, Unread):
         return functional.embedding(pending.ids_M, pending.embedding_VE)
@@ -57,7 +57,7 @@ def added(stream: Stream) -> Tensor:
 
 
 def rows_at(x_MO: Tensor, positions_BR: Tensor | None) -> Tensor:
-    """The rows (B * R, O) of some positions of all sequences (B * T, O), or all of them."""
+    """Return the rows (B * R, O) of some positions of all sequences, given all (B * T, O); None keeps all rows."""
     if positions_BR is None:
         return x_MO
     x_BTO = x_MO.view(len(positions_BR), -1, x_MO.shape[1])
@@ -65,13 +65,13 @@ def rows_at(x_MO: Tensor, positions_BR: Tensor | None) -> Tensor:
 
 
 class NormedProduct:
-    """A linear layer after an RMS norm, and the gate if it is gate and up of an MLP.
+    """A linear layer after an RMS norm, followed by the gate if the layer is gate and up of an MLP.
 
     Args:
-        norm: before it, and an attribute.
-        linear: the layer, which nothing else may call, and an attribute.
-        own: the kernels of a GPU, found later.
-        gates: the result is silu(gate) * up.
+        norm: the norm before it; also an attribute.
+        linear: the layer, which nothing else may call; also an attribute.
+        own: the kernels of a GPU, which are filled in later.
+        gates: whether the result is silu(gate) * up.
     """
 
     def __init__(self, norm: RmsNorm, linear: Linear, own: OwnKernels, *, gates: bool = False) -> None:
@@ -81,7 +81,7 @@ class NormedProduct:
         self._native = native if takes_in else None
 
     def __call__(self, stream: Stream) -> tuple[Tensor, Tensor]:
-        """Return the whole stream (M, E), which may overwrite the given one, and the product (M, O)."""
+        """Return the stream (M, E) with all parts added, which may overwrite the given one, and the product (M, O)."""
         x_ME, pending = stream
         if self._native:
             x_ME = added(stream)
@@ -102,8 +102,8 @@ class ResidualProduct:
     """A row-parallel linear layer whose output is added to the residual, at once or by the next norm.
 
     Attributes:
-        is_shared: each rank holds some of the inputs, and the sum over the ranks waits for the next norm.
-        linear: of this rank; without the bias if it is shared.
+        is_shared: whether each rank holds only some of the inputs; the sum over the ranks then waits for the next norm.
+        linear: this rank's part of the layer; without the bias if it is shared.
     """
 
     def __init__(self, weights: Weights, name: str, *, comm: Comm, kernel: Kernel | None) -> None:
@@ -127,17 +127,17 @@ class Layer:
     """Attention and MLP of one layer.
 
     Args:
-        weights: from which the layer's are taken, one product after the other.
-        number: of the layer.
-        heads: of this rank.
-        eps: of the norms.
+        weights: the weights from which the layer's are taken, one product after the other.
+        number: the number of the layer.
+        heads: the heads of this rank.
+        eps: the constant of the norms.
         comm: the ranks that share the layer.
-        kernel: of its linear layers; None takes the fastest for each shape.
-        own: the kernels of a GPU, found later.
+        kernel: the kernel of its linear layers; None takes the fastest for each shape.
+        own: the kernels of a GPU, which are filled in later.
 
     Attributes:
         number, heads: see above.
-        head_norms: of queries and keys, in models that have them.
+        head_norms: norms of queries and keys, in models that have them.
         qkv, output, gate_up, down: the products, in the order of their use.
         whole: one operator for this layer and others around it; None if there is none.
     """
@@ -184,14 +184,14 @@ class Layer:
 
     @property
     def parts(self) -> list[NativeLinear | None]:
-        """Its compiled products if nothing else stands between them; see `OperatorAttention.whole_layers`."""
+        """Its compiled products, if it consists of nothing else; see `OperatorAttention.whole_layers`."""
         is_whole = isinstance(self.qkv, NormedProduct) and not (
             self.head_norms or self.output.is_shared or self.down.is_shared
         )
         return [native_of(linear) for linear in self.linears] if is_whole else []
 
     def stop_of(self, num_tokens: int) -> int:
-        """The number after the last layer that computes `num_tokens` at once with this one."""
+        """Return one more than the number of the last layer that is computed in one call with this one."""
         return self.whole.stop if self.whole and num_tokens <= WHOLE_LAYER_TOKENS else self.number + 1
 
     def _first_product(self, norm: Callable[[str], RmsNorm], linear: Linear, own: OwnKernels) -> Any:  # noqa: ANN401
@@ -208,9 +208,10 @@ class Layer:
         return self.qkv.linear, self.output.linear, self.gate_up.linear, self.down.linear
 
     def forward(self, stream: Stream, attend: LayerAttention, stop: int, wanted_BR: Tensor | None = None) -> Stream:
-        """Add attention, by `attend` for the window of this layer, then the MLP, to the stream, or to wanted positions.
+        """Add attention and then the MLP to the stream; `attend` is the attention for the window of this layer.
 
-        Returns only wanted positions. One call computes all layers up to `stop`, at most `stop_of`.
+        With `wanted_BR`, only these positions are computed after attention, and returned. One call computes all layers
+        up to `stop`, at most `stop_of`.
         """
         x_ME, _ = stream
         if self.whole and x_ME.shape[0] <= WHOLE_LAYER_TOKENS:
@@ -222,7 +223,7 @@ class Layer:
 
 
 def join(layers: Sequence[Layer], wholes: Iterable[WholeLayers]) -> None:
-    """Let a few tokens go through these layers of a model in as few operators as possible."""
+    """Make as few operators as possible that compute these layers of a model for a few tokens."""
     for whole in wholes:
         for layer in layers[whole.first : whole.stop]:
             layer.whole = whole

@@ -42,12 +42,12 @@ def llama_table(
     whole: WholeParts = WholeParts.none,
     head: TapSource | None = None,
 ) -> dict[str, Parameter]:
-    """The parameters of a whole model, of a Llama kind (`loading.is_llama_kind`), in the order of the decoder.
+    """The parameters of an unsplit model of a Llama kind (`loading.is_llama_kind`), in the order of the decoder.
 
     Args:
-        config: of the model, or of the model whose layers a head has.
-        shape: of the model or the head.
-        whole: parts that every rank holds.
+        config: the config of the model, or of the model whose layers a head has.
+        shape: the shape of the model or the head.
+        whole: parts that every rank holds whole.
         head: the source of a draft head; None for a model.
     """
     family, held = record_of(config.model_type), inventory(shape).keeping(whole)
@@ -69,7 +69,10 @@ def llama_table(
 
 
 def _of_layer(held: Inventory, number: int, places: Collection[str]) -> list[Matrix]:
-    """The matrices of a layer; of two of one name, the first is the first layer's, which has the `places` alone."""
+    """Return the matrices of a layer.
+
+    Only the first layer has the matrices in `places`. If two have one name, the first of them is the first layer's.
+    """
     found: dict[str, Matrix] = {}
     for matrix in held.layer:
         if matrix.module not in found or number:
@@ -95,7 +98,7 @@ def _linear(layer: str, matrix: Matrix, place: str | None, *, has_bias: bool) ->
 
 
 def match_lean(origin: WeightSource, whole: WholeParts) -> Matched:
-    """Match the parameters of a whole model or head with its files."""
+    """Match the parameters of a model or head, as the lean decoder has them, with the tensors of its files."""
     check_servable(lambda name: getattr(origin.config, name, None))
     with config_errors(origin.folder):
         rotary_of(origin.config)

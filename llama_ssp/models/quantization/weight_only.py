@@ -23,10 +23,10 @@ _UNPACKED_ELEMENTS = {"cpu": 2**20, "cuda": UNPACKED_WEIGHTS}
 
 
 class WeightOnlyLinear(Linear):
-    """Base class of forms whose inputs are not quantized.
+    """Base class of kernels of linear layers whose inputs are not quantized.
 
     `operands` are the packed weights with their outputs first, and all their scales, as the kernel takes them;
-    `few_rows` has the kernel for up to `most_rows` rows of a GPU.
+    `few_rows` has a GPU's kernel for up to `most_rows` rows.
     """
 
     most_rows = FEW_ROWS
@@ -82,10 +82,10 @@ def quantize_by_blocks(weight_OI: Tensor, quantize: Callable[[Tensor], tuple[Ten
 
 
 class JoinedExperts:
-    """The weights of experts one after the other, whose linear layers keep views of them.
+    """The weights of experts in one piece of memory; the linear layers of the experts are views of it.
 
-    It maps inputs (M, I) and pairs of tokens and experts, as `choose` finds them, to their products. An update of the
-    weights finds all of its tensors, and no closure holds any (see `workspaces.InPlace`).
+    Called with inputs (M, I) and pairs of tokens and experts from `choose`, it returns their products. The weights are
+    attributes, not captured in a closure, so that updates find all tensors (see `workspaces.InPlace`).
     """
 
     def __init__(self, experts: Sequence[WeightOnlyLinear], few_rows: FewRows) -> None:
@@ -116,7 +116,7 @@ class JoinedExperts:
         return self._operands[0].device
 
     def choose(self, experts_MK: Tensor, num_experts: int, *, value_bytes: int) -> object:
-        """The pairs of tokens and the experts that they chose, for products of numbers of `value_bytes`."""
+        """Make the pairs of tokens and the experts that they chose, for products of numbers of `value_bytes` bytes."""
         return self._few_rows.choose(experts_MK, num_experts, value_bytes=value_bytes)
 
     def __call__(self, x_MI: Tensor, chosen: object) -> Tensor:
@@ -125,7 +125,7 @@ class JoinedExperts:
 
 
 def join_experts(linears: Sequence[Linear]) -> JoinedExperts | None:
-    """Join the weights of experts for products of few pairs on a GPU; None where a layer has no such kernel."""
+    """Join the weights of experts for a GPU's products of few pairs; None if a layer has no such kernel."""
     experts = [linear for linear in linears if isinstance(linear, WeightOnlyLinear)]
     if len(experts) < len(linears) or not (few_rows := experts[0]._few_rows):
         return None

@@ -69,7 +69,7 @@ def show(words: Sequence[str]) -> None:
 
 
 def _with_places(text: str) -> str:
-    """A part of the help with its places filled."""
+    """Return a part of the help with its placeholders replaced."""
     failures = "".join(f" {task.failure}," for task in task_specs().values() if task.failure)
     filled = _PLACE.sub(lambda place: f"{_filled(place[1], place[2].split())}\n".lstrip("\n"), text)
     run_files, reports = _reports()
@@ -78,7 +78,10 @@ def _with_places(text: str) -> str:
 
 
 def _topics_of(word: str, topics: dict[str, str]) -> list[str]:
-    """The topic itself, or the topics that explain a setting, or else all that mention the word."""
+    """Return the topics to show for a word: the topic of this name, else those that explain the setting of this name.
+
+    If there are none, return all topics that mention the word; raises ConfigError if none does.
+    """
     if word.lower() in topics:
         return [word.lower()]
     if (meant := counterparts().get(word)) and meant.key:
@@ -97,7 +100,7 @@ def entries(settings: Iterable[DescribedSetting], indent: str = "") -> str:
 
 
 def _filled(kind: str, words: Sequence[str]) -> str:
-    """The lines for a place such as {settings seed sampling.}, {options draft} or {names model}."""
+    """Return the lines for a placeholder such as {settings seed sampling.}, {options draft} or {names model}."""
     if kind == "names":
         return _wrapped(" ".join(catalogue.names(words[0])), "  ", "  ")
     if kind == "options":
@@ -147,9 +150,9 @@ def _wrapped(text: str, first: str, later: str) -> str:
 
 
 def settings_of(schema: type[Any], prefix: str = "") -> Iterator[DescribedSetting]:
-    """Describe every setting of a dataclass and of dataclasses inside it; a prefix stands before their keys.
+    """Describe every setting of a dataclass and of the dataclasses inside it; their keys begin with `prefix`.
 
-    A setting whose help is that of records is left out where there are none.
+    A setting that needs records of extensions is left out if there are none (see `_meaning`).
     """
     hints = get_type_hints(schema)
     for entry in dataclasses.fields(schema):
@@ -163,7 +166,10 @@ def settings_of(schema: type[Any], prefix: str = "") -> Iterator[DescribedSettin
 
 
 def _meaning(entry: dataclasses.Field[Any]) -> str:
-    """The help of a field, with what records there are for its places; empty if that is of records that are not."""
+    """Return the help of a field, with its placeholders replaced by texts of the registered records.
+
+    Empty if the field needs records of a kind that is not registered.
+    """
     kept = [name for name, storage in formats().items() if not storage.is_stored_alone]
     more = {
         "{request_files}": "".join(f", or {kind.purpose}" for kind in REQUEST_FILES.all().values()),

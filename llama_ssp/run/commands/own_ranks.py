@@ -45,9 +45,13 @@ class Start(NamedTuple):
 
 
 def read_start(words: Sequence[str], environ: Mapping[str, str], *, default: int | None) -> Start:
-    """Read and take out `ranks=`; `default` ranks where the words do not say, None for one on each GPU, else one.
+    """Read `ranks=` and take it out of the words.
 
-    Raises ConfigError for no number that can be started here, or another one than `environ` says there are already.
+    If the words do not say, there are `default` ranks; if that is None, one rank on each GPU that the run can use, or
+    one.
+
+    Raises ConfigError for a number of ranks that is invalid or cannot be started here, and for one that differs from
+    the number that a launcher has started according to `environ`.
     """
     given = [word.partition("=")[2] for word in words if word.startswith("ranks=")]
     others = [word for word in words if not word.startswith("ranks=")]
@@ -108,14 +112,17 @@ def num_gpus(environ: Mapping[str, str]) -> int:
 
 
 def _is_gpu(properties: Path) -> bool:
-    """Whether a node of AMD's driver has vector units, which its CPUs have not."""
+    """Whether a node that AMD's driver lists is a GPU, which has vector units; the driver lists CPUs too."""
     with suppress(OSError):
         return re.search(r"^simd_count [1-9]", properties.read_text(encoding="ascii"), re.MULTILINE) is not None
     return False
 
 
 def main(words: Sequence[str], *, num_ranks: int | None) -> int:
-    """Run the command line, on `num_ranks` without `ranks=`, None as in `read_start`; returns the exit code."""
+    """Run the command line, and return the exit code.
+
+    `num_ranks` is the default of `ranks=`, as `default` of `read_start`.
+    """
     place = [*words, _SCRIPT].index(_SCRIPT)
     words, script = words[:place], words[place + 1 :] if place < len(words) else None
     try:

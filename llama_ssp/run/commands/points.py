@@ -64,7 +64,7 @@ def points_of(composed: Sequence[Composed]) -> list[Point]:
 
 
 def _with_baselines(points: Sequence[Point]) -> list[Point]:
-    """Let points take over the plain completions of the first one that makes the same."""
+    """Let each point take over the plain completions of the first point that would make the same ones."""
     alike: dict[str | int, list[Point]] = {}
     for point in points:
         alike.setdefault(_plain_part(point.run) or point.number, []).append(point)
@@ -76,7 +76,10 @@ def _with_baselines(points: Sequence[Point]) -> list[Point]:
 
 
 def _plain_part(run: RunConfig) -> str | None:
-    """All that plain completions and their times depend on, as text; None if they are not shared."""
+    """Return, as text, all settings that plain completions and their times depend on; points of equal texts share them.
+
+    None if plain completions cannot be shared.
+    """
     if not task_of(run).shares_baseline or run.placement.auto or run.prompts == STANDARD_INPUT:
         return None
     rule = RULES.find(run.verification.rule)
@@ -128,9 +131,9 @@ def for_all(points: Sequence[Point], act: Callable[[Point], _Result]) -> list[_R
 def check_here(point: Point, ranks: Ranks) -> None:
     """Check a point that will run on this machine: its settings, its files, and whether it fits.
 
-    Raises as the run itself would. Ranks of srun do not notice that one of them has ended, so that all must find the
-    same: each reads the files, and plans only for a machine that the config names, not with the memory of its own node.
-    Of other ranks, rank 0 does both.
+    Raises as the run itself would. Under srun a rank does not notice that another one has ended, so all ranks must
+    reach the same result: each reads the files, and plans only for a machine that the config names, since memory
+    differs between nodes. With other launchers, rank 0 alone reads and plans.
     """
     run, _ = checks.check(point.run, point.explicit, world_size=ranks.size, of_sweep=True)
     by_srun = launcher_of(os.environ) == "srun"

@@ -40,7 +40,7 @@ def main(words: Sequence[str] | None = None, *, num_ranks: int | None = None) ->
 
 
 def _end_at_once(_number: int, _frame: FrameType | None) -> None:
-    """End while modules are imported or a command runs that leaves nothing half done."""
+    """End this process; the handler while modules are imported, or while a command runs that an end cannot harm."""
     if read_ranks(os.environ).rank == 0:
         os.write(2, b"interrupted\n")
     os._exit(InterruptedRun.exit_code)
@@ -123,9 +123,10 @@ def _version() -> str:
 def _leave(exit_code: int) -> NoReturn:
     """End this process.
 
-    One of several ranks ends without taking the interpreter down: a thread that is woken in torch by then would abort
-    the process. A failed one does not part from the others either, since they may be lost. An interrupted process does
-    not leave its end to the interpreter, which would end by SIGINT if the interrupt came in an `exec` of some library.
+    One of several ranks ends without finalizing the interpreter: a torch thread that wakes up during finalization would
+    abort the process. A failed rank also skips exit handlers, which would wait for ranks that may be lost. An
+    interrupted process skips finalization too, because the interpreter would end it by SIGINT if the interrupt came in
+    an `exec` of some library.
     """
     ignore_signals()
     is_one_of_several = read_ranks(os.environ).size > 1

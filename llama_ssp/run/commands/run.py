@@ -68,7 +68,10 @@ def main(
 
 
 def as_rank(ranks: Ranks, do: Callable[["_Interrupt"], None]) -> int:
-    """Do something as a rank, which signals and the end of its agent interrupt; returns the exit code of this rank."""
+    """Call `do` as one rank of a run, and return the exit code of this rank.
+
+    Signals interrupt the call, and so does the end of the rank's agent.
+    """
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # a lost rank is reported in a sentence, not in C++ stacks
     exit_code, interrupt = 0, _Interrupt()
     with until_unread(sys.stdout):
@@ -87,11 +90,12 @@ def as_rank(ranks: Ranks, do: Callable[["_Interrupt"], None]) -> int:
 
 
 class _Interrupt:
-    """Handles a signal as Ctrl-C is, outside of `run.interruption`; a second signal changes nothing.
+    """Signal handler that treats every signal as Ctrl-C, outside of `run.interruption`; a second one changes nothing.
 
-    Libraries may replace the KeyboardInterrupt: Hydra and OmegaConf clean up what they have not made yet, and fail.
-    A rank that `waits` is interrupted when it heeds: srun signals the others as soon as one has found a mistake, which
-    they have yet to find, and takes the largest code.
+    Libraries may replace the KeyboardInterrupt by an error of their own: Hydra and OmegaConf fail when they clean up
+    objects that they have not made yet. While `waits` is set, a signal takes effect only at `heed`. Under srun this
+    matters: srun signals all ranks as soon as one has found a mistake, and each of them must still find the same
+    mistake, since srun returns the largest exit code.
     """
 
     def __init__(self) -> None:
@@ -104,14 +108,17 @@ class _Interrupt:
             self.heed()
 
     def heed(self) -> None:
-        """Raise an interrupt that has come so far, and later ones at once."""
+        """Raise KeyboardInterrupt if a signal has come; from now on signals raise it at once."""
         self.waits = False
         if self._is_due:
             self.has_come = True
             raise KeyboardInterrupt
 
     def hidden_by(self, error: BaseException) -> BaseException:
-        """Return the interrupt that an error stands for; the error itself without one, or if it knows more of it."""
+        """Return InterruptedRun if the error is a consequence of a signal, else the error itself.
+
+        An SspError that knows which rank reports it, or that is an InterruptedRun already, is returned as it is.
+        """
         is_known = isinstance(error, SspError) and (error.speaks is not None or isinstance(error, InterruptedRun))
         hides = isinstance(error, KeyboardInterrupt) or (self.has_come and not is_known)
         return InterruptedRun("interrupted") if hides else error
@@ -207,7 +214,7 @@ def _show(options: argparse.Namespace) -> None:
 
 
 def _is_submitted(points: Sequence[Point], settings: object, ranks: Ranks) -> bool:
-    """Check all points of a sweep, and submit them if they are jobs."""
+    """Check all points of a sweep; if a launcher submits them as jobs, submit them and return True."""
     for sentence in repeated(points) if ranks.rank == 0 else ():
         complain(f"warning: {sentence}")
     launcher = launcher_with(settings)

@@ -11,7 +11,7 @@ from llama_ssp.run.tasks.records import CompareConfig
 
 
 def compare(session: Session, requests: list[PromptRequest]) -> None:
-    """Complete all requests in both modes, one mode after the other: for each prompt if streaming, else for all."""
+    """Complete all requests in both modes: mode by mode, or if streaming, each prompt in both modes before the next."""
     terminal = session.terminal
 
     def head(index: int, sample: int, prompt: str, mode: str) -> None:

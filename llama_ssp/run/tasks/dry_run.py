@@ -47,9 +47,10 @@ NO_FIGURES: Figures = {}
 def show_plan(
     plan: Plan, form: PlanFormat, *, figures: Figures = NO_FIGURES, words: Mapping[str, str] | None = None
 ) -> None:
-    """Print a plan, and draw its figures; raises CapacityError afterwards if it does not fit.
+    """Print a plan, and draw its figures.
 
-    Raises ConfigError if a figure cannot be drawn, and afterwards for what runs refuse.
+    Raises ConfigError if a figure cannot be drawn. After printing, raises CapacityError if the plan does not fit, and
+    ConfigError if runs refuse its models.
     """
     show(plan, partial(document, plan), form, figures)
     require_room(plan, words=words)
@@ -73,9 +74,9 @@ def show_machines(configs: Sequence[PlanConfig]) -> None:
 
 
 def figures_of(config: PlanConfig) -> Figures:
-    """The figures of a plan that the settings of extensions ask for.
+    """Return the figures that settings of extensions ask for.
 
-    Raises ConfigError for one in a folder that does not exist: a search takes long, and this is asked before.
+    Raises ConfigError for a figure in a folder that does not exist, before a long search begins.
     """
     chosen = [(more, name) for more in MORE.all().values() for name in more.paths if more.draw]
     found = {f"{name}={file}": (Path(file), more.draw) for more, name in chosen if (file := getattr(config, name))}
@@ -93,7 +94,7 @@ def show(
     *,
     tables: str = "llama_ssp.reports.plan_tables:show",
 ) -> None:
-    """Draw figures, and print plans as JSON or as text, whose reader may end early.
+    """Draw figures, and print plans as JSON or as text; the reader of the output may close it early.
 
     `tables` is `module:function` that prints the content with rich.
     """
@@ -112,7 +113,7 @@ def show(
 
 
 def settings_of_run(config: RunConfig) -> dict[str, str]:
-    """Phrases of messages for settings that a run does not have; see `shortage`."""
+    """Return phrases that name, in messages of `shortage`, settings of a plan that a run does not have."""
     words = {
         "hardware": "a machine like {}",
         "hardware.num_gpus": "{} GPUs",
@@ -155,9 +156,10 @@ def _whole_run(config: RunConfig, plan: Plan, *, num_ranks: int) -> str | None:
 
 
 def plan_with_prompts(config: RunConfig, *, world_size: int, machine: HardwareConfig | None = None) -> Plan:
-    """`plan_ahead`, with the tokens of the prompts where the target's tokenizer is here; ConfigError if they are many.
+    """Plan a run as `plan_ahead` does, but count the tokens of its prompts if the target's tokenizer is here.
 
-    Ranks that choose a placement alike count no tokens, so the plan of a choice does not either.
+    Raises ConfigError for prompts that are too long. With `placement=auto` tokens are not counted: ranks that choose a
+    placement must choose alike, so they count none.
     """
     config = with_sizes(config)
     warning = check_lengths(config)
@@ -222,10 +224,11 @@ def choose_for_run(config: RunConfig, *, world_size: int, on_cpu: bool) -> tuple
 def _spec_ahead(
     config: RunConfig, *, world_size: int, on_cpu: bool, counts: bool = False
 ) -> tuple[PlanSpec, HardwareConfig]:
-    """Limit the batch to the rows that the prompts fill; a token has three characters where nothing `counts` them.
+    """Return the spec of a run before its start, and its machine.
 
-    A later turn of a conversation follows the earlier ones, and answers of as many tokens as they may have. Prompts
-    that are unknown yet count TYPED_TOKENS each, and fill all rows. Models of the hub get their sizes.
+    Prompts are counted in tokens with `counts`, if a tokenizer is here; else CHARACTERS_PER_TOKEN characters are a
+    token. A later turn of a conversation counts with the longest answers that the earlier ones can get. A prompt that
+    is not known yet counts TYPED_TOKENS, and such prompts fill all rows; others fill at most one row each.
     """
     machine = machine_of_run(hardware_of(config, on_cpu=on_cpu), world_size)
     config, lengths, counted = with_sizes(config), [TYPED_TOKENS], None
@@ -262,9 +265,9 @@ def known_prompts(config: RunConfig) -> list[Prompt]:
 
 
 def check_models(config: RunConfig, *, world_size: int = 1) -> None:
-    """Check the families of the models, by config.json where the catalogue does not know it, and how they are stored.
+    """Check that the models can be read: their families, and how their weights are stored.
 
-    Raises as `check_readable`.
+    Models that the catalogue does not describe are checked by their config.json. Raises as `check_readable`.
     """
     placement, sizes = config.placement, (1, 1)
     if world_size > 1 and not placement.auto and not backend_of(placement.target.kind).by_library:

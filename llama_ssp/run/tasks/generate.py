@@ -15,7 +15,7 @@ from llama_ssp.speculate.engine.text import Piece
 
 
 class Texts(Viewer):
-    """Prints completions as text: streamed with one row at a time, else whole in the order in which they end.
+    """Prints completions as text: streamed if there is one row at a time, else each as a whole when it has ended.
 
     `head` prints the head of a completion, from the index, the sample and the text of its prompt, and its mode.
     """
@@ -32,7 +32,7 @@ class Texts(Viewer):
         self._terminal.stream(pieces)
 
     def end(self, line: CompletionLine) -> None:
-        """End the text, after all of it if it has not been streamed."""
+        """Print the whole text if it was not streamed, and end it."""
         if not self._streams:
             self._head(line.index, line.sample, line.prompt, line.mode)
             self._terminal.stream([Piece(line.text, accepted=False)])

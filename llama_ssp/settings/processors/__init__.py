@@ -39,29 +39,29 @@ class Candidates(Protocol):
     probs: Tensor
 
     def first(self, number: float | Tensor) -> Tensor:
-        """Whether a token is among the `number` most probable ones; others with an equal logit are too."""
+        """Whether a token is among the `number` most probable ones; tokens that tie with the last one count too."""
 
     def mass_before(self) -> Tensor:
         """The probability, fp64, of all tokens before each one, by descending logits."""
 
 
 class Counts(Protocol):
-    """How often each token of the vocabulary stands before each scored position: fp32 (B, T, V)."""
+    """How often each token of the vocabulary occurs before each scored position: fp32 (B, T, V)."""
 
     def of_text(self) -> Tensor:
-        """In the text without its prompt."""
+        """The counts in the new tokens alone."""
 
     def of_all(self) -> Tensor:
-        """In prompt and text."""
+        """The counts in the prompt and the new tokens."""
 
 
 class InTransformers(NamedTuple):
-    """What transformers has of a processor: its class, and the argument of `generate` with the same name.
+    """The counterpart of a processor in transformers: its class, and the argument of `generate` with the same name.
 
     Attributes:
         warper: the name of the class.
-        default: of the argument.
-        off: the argument that switches it off.
+        default: default of the argument.
+        off: value of the argument that switches the processor off.
     """
 
     warper: str
@@ -74,15 +74,15 @@ class Processor:
     """A processor.
 
     Attributes:
-        name: of its setting, of the argument of `Pair.generate`, and of the field of a request.
+        name: the name of its setting, of the argument of `Pair.generate`, and of the field of a request.
         order: filters and penalties are applied in this order.
         off: the number that changes nothing; a setting may also be None.
-        also_off: further numbers by which requests switch it off.
-        allows: whether a setting may have a number.
-        required: such numbers in words, with `{null}` for no number.
+        also_off: more numbers by which requests can switch it off.
+        allows: returns whether a setting may have a number.
+        required: the allowed numbers in words, with `{null}` for no number.
         in_transformers: None if transformers has no such processor.
-        audited: a number that shows in a few hundred tokens; None if an audit does not ask for it, since hardly any
-            server has it.
+        audited: a number whose effect shows in a few hundred tokens; None if an audit does not ask for the processor,
+            since hardly any server has it.
     """
 
     name: str
@@ -100,8 +100,8 @@ class Filter(Processor):
     """A processor that gives some tokens probability 0.
 
     Attributes:
-        keep: whether each token (..., V) is left; at least one is.
-        reads_logits: `keep` reads more of the candidates than `probs`; the rest need not be there otherwise.
+        keep: returns whether each token (..., V) is kept; at least one is.
+        reads_logits: whether `keep` reads more of the candidates than `probs`; the rest may be missing otherwise.
     """
 
     keep: Callable[[Candidates, float | Tensor], Tensor]
@@ -135,7 +135,7 @@ def penalties() -> tuple[Penalty, ...]:
 
 
 def numbers_of(sampling: object, some: Iterable[_Some]) -> list[tuple[_Some, float]]:
-    """Those of some processors that are on in a `SamplingConfig`, and their numbers."""
+    """Return those of the given processors that a `SamplingConfig` switches on, with their numbers."""
     found = list[tuple[_Some, float]]()
     for one in some:  # every call comes here several times
         value = getattr(sampling, one.name)
@@ -155,5 +155,5 @@ def from_transformers() -> dict[str, float | None]:
 
 
 def in_dtype(number: float | Tensor, other: Tensor) -> float | Tensor:
-    """A number, or the numbers of rows, as exact as another tensor."""
+    """A number, or a tensor with a number for each row, in the number format of another tensor."""
     return number if isinstance(number, int | float) else number.to(other.dtype)

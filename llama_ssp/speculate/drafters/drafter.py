@@ -114,32 +114,33 @@ class Remembering(Protocol):
     """A drafter that also drafts from other texts of the run."""
 
     def forget(self) -> None:
-        """Draft from no text that has begun so far but a row's own."""
+        """From now on, draft from no earlier text except each row's own."""
 
 
 def check_declared(draft: Draft, *, is_certain: bool) -> None:
-    """Raise ConfigError for a draft with a law whose record says that it `is_certain`."""
+    """Raise ConfigError for a draft with probabilities whose record declares it certain."""
     if is_certain and not draft.is_certain:
         raise ConfigError("the draft draws from a law, and its DrafterRecord does not say so: give it draws=True")
 
 
 def writes_ids(drafter: Drafter) -> bool:
-    """Whether `propose` writes the ids of a chain after each row's text itself, as its attribute says.
+    """Whether `propose` itself writes the ids of a chain after each row's text, as the drafter's attribute says.
 
-    Without the attribute the round writes them, since the target reads them there.
+    If not, the round writes them, since the target reads them there.
     """
     return bool(getattr(drafter, "writes_ids", False))
 
 
 def heeds_masks(drafter: Drafter) -> bool:
-    """Whether `propose` draws from what the masks of the rows leave, as its attribute says."""
+    """Whether `propose` draws only tokens that the masks of the rows allow, as the drafter's attribute says."""
     return bool(getattr(drafter, "heeds_masks", False))
 
 
 class _Tables(Workspace):
-    """Constants of a batch size: the index of the second token of a row, zero probabilities, a certain first token.
+    """Constants of a batch size: the index of a row's second token, zero probabilities, a point mass on token 0.
 
-    For recurrent drafts also the position of each row's first token that their states have not taken in.
+    `unread_B` is state: for recurrent drafts, the position of each row's first token that their states have not taken
+    in.
     """
 
     def __init__(self, batch_size: int, ids: range, device: torch.device) -> None:
@@ -188,13 +189,16 @@ class StepwiseDrafter:
             self._tables, self._batch_size = _Tables(batch_size, ids, self.runner.device), batch_size
 
     def _reading(self, rows: Rows, *, bucket: int, num_unread: int) -> ReadLevel:
-        """Return a function that reads one level after the other and makes the logits (B, M, V) after its nodes."""
+        """Return a function that reads the next level and returns the logits (B, M, V) after its nodes."""
         raise NotImplementedError
 
     def _places(
         self, level: Level, lengths_B1: Tensor, *, before: int, bucket: int
     ) -> tuple[Tensor, TreePlaces | None]:
-        """Positions (B, M) of a level whose root stands in the slot `before` the end; in trees also their places."""
+        """Return the positions (B, M) of a level, and in trees the slots of its nodes.
+
+        The root is in the slot `before` slots from the end of the row.
+        """
         if level.sees_BMA is None:
             return lengths_B1 + (level.depth - before), None
         return self._tree_tables.places(lengths_B1 - before, level.first, level.depth, level.sees_BMA, bucket=bucket)
@@ -254,9 +258,10 @@ def draw_allowed(  # noqa: PLR0917 - as `Rule.draw`
     forbidden_B1V: Tensor,
     first_V: Tensor,
 ) -> tuple[Tensor, Tensor | None]:
-    """Draw as `Rule.draw`, from what masks leave; `first_V` is the law of a certain first token.
+    """Draw as `Rule.draw` does, from the tokens that masks allow; `first_V` is a point mass on the first token.
 
-    Where nothing is left that a draft knows, the first token is drafted: any law is right that the token has.
+    If the masks allow no token that the draft knows, the first token is drafted with that point mass as its
+    distribution; verification is exact whatever is drafted, as long as the token was drawn from the distribution given.
     """
     ids_B1, probs_B1V = rule.draw(logits_B1V.masked_fill(forbidden_B1V, float("-inf")), uniforms_B1P, context)
     if probs_B1V is None:
@@ -268,9 +273,9 @@ def draw_allowed(  # noqa: PLR0917 - as `Rule.draw`
 def with_forced(
     forced_B1: Tensor, ids_B1: Tensor, probs_B1V: Tensor | None, ids: range
 ) -> tuple[Tensor, Tensor | None]:
-    """The drawn tokens, or the forced ones where there are some (-1 elsewhere); these have a point mass as their law.
+    """Replace drawn tokens by forced ones (-1 for none), whose distribution is a point mass.
 
-    `ids` are the tokens that the probabilities are of.
+    `ids` are the tokens that the probabilities cover.
     """
     is_forced_B1 = forced_B1 >= 0
     if probs_B1V is not None:
@@ -281,7 +286,7 @@ def with_forced(
 
 
 def with_forced_child(forced_B1: Tensor, scores_BMV: Tensor, *, takes_best: bool) -> Tensor:
-    """Scores of a level of a tree by which the forced token, -1 for none, is the first child of the first node.
+    """Change the scores of a tree's level so that the forced token (-1 for none) is the first node's first child.
 
     With `takes_best` other tokens keep their scores; else they have no probability.
     """
@@ -308,9 +313,14 @@ class TreeTables(Workspace):
     def places(
         self, root_B1: Tensor, first: int, depths_BM: Tensor | int, sees_BMA: Tensor, *, bucket: int
     ) -> tuple[Tensor, TreePlaces]:
-        """Positions (B, M) and places of nodes side by side, in rows whose root stands in slot `root_B1`.
+        """Return the positions (B, M) and the slots of M nodes that are stored next to each other in each row's cache.
 
-        The first node stands `first` slots after it. For `sees_BMA` see `TreePlaces`.
+        Args:
+            root_B1: the slot of each row's root.
+            first: the number of slots from the root to the first of these nodes.
+            depths_BM: the depth of each node, or one depth for all.
+            sees_BMA: see `TreePlaces`.
+            bucket: the number of slots that the forward reads.
         """
         num_rows, num_nodes, _ = sees_BMA.shape
         slots_BM = root_B1 + self._numbers_T.narrow(0, first, num_nodes)
@@ -328,9 +338,9 @@ def catch_up(
     bucket: int,
     cache_rows_B: Tensor | None = None,
 ) -> None:
-    """Read the last `num_unread` tokens of each row, but for the last `num_kept`, into a model's cache, in chunks.
+    """Read the last `num_unread` tokens of each row, except the last `num_kept`, into a model's cache, in chunks.
 
-    A row with fewer tokens reads its first one several times.
+    A row with fewer tokens reads its first token several times.
     """
     for distance in range(num_unread, num_kept, -CATCH_UP_CHUNK):
         offsets_T = torch.arange(-distance, CATCH_UP_CHUNK - distance, device=lengths_B1.device)
@@ -349,10 +359,11 @@ def catch_up(
 def take_in(
     runner: Runner, tokens_BS: Tensor, lengths_B1: Tensor, *, unread_B: Tensor, num_unread: int, bucket: int
 ) -> None:
-    """Let states take in each row's tokens from `unread_B` on, but for the last two, in chunks; see `catch_up`.
+    """Update recurrent states with each row's tokens from `unread_B` on, except the last two, in chunks.
 
-    There are up to `num_unread`, and the tokens of the last round that drafted. Each is taken in once, so chunks begin
-    where the states are, and the last ones count in part.
+    Unlike in `catch_up`, each token must be read exactly once, so chunks begin where the states are, and only some
+    tokens of the last chunks count. There are at most `num_unread` such tokens, and those of the last round that
+    drafted.
     """
     offsets_T, first_B1 = torch.arange(CATCH_UP_CHUNK, device=lengths_B1.device), torch.zeros_like(lengths_B1)
     for start in range(0, num_unread + CATCH_UP_CHUNK, CATCH_UP_CHUNK):

@@ -21,7 +21,7 @@ from llama_ssp.speculate.sampling.draft import Draft
 
 
 class DraftLimit(NamedTuple):
-    """The context of a draft model; `depth` is its trees', None for chains."""
+    """The context of a draft model; `depth` is the depth of its trees, None for chains."""
 
     context: int
     depth: int | None = None
@@ -47,7 +47,7 @@ class DraftLimit(NamedTuple):
         )
 
     def of_rows(self, rows: Rows, num_tokens: int) -> Rows:
-        """Every row, or its beginning, with room for drafted ids of its own."""
+        """Return the rows; a row that is too long is cut, so that drafted ids fit after it."""
         lengths_B = rows.lengths_B.clamp_max(self.longest(num_tokens))
         return rows._replace(tokens_BS=rows.tokens_BS.clone(), lengths_B=lengths_B)
 
@@ -58,7 +58,7 @@ class DraftLimit(NamedTuple):
 
 
 class LimitedDrafter:
-    """A drafter whose model has a shorter context; all else is the inner drafter's."""
+    """Limits a drafter to the rows that fit into its model's context, which is shorter than the target's."""
 
     writes_ids = False  # the rows that it writes to are copies
 
@@ -79,7 +79,7 @@ class LimitedDrafter:
         self._inner.prefill(self._limit.of_prompts(prompts), rows=rows, buckets=buckets)
 
     def propose(self, rows: Rows, *, num_tokens: int, **how: Any) -> Draft:
-        """Draft for all rows, of which too long ones have no token that counts; see `Drafter.propose`."""
+        """Draft for all rows; in rows that are too long no drafted token counts. See `Drafter.propose`."""
         of_rows = self._limit.of_rows(rows, num_tokens)
         return self._limit.counted(self._inner.propose(of_rows, num_tokens=num_tokens, **how), rows)
 

@@ -40,11 +40,19 @@ def make_drafters(
 ) -> list[Drafter]:
     """Make the drafters of a rank, in a run with a draft: the draft's, then the fallback's if rounds choose.
 
-    `runner` is the draft model or this rank's slice of it, None on ranks without one. `split` divides the rows among
-    ranks that each hold the whole draft model. `taps` are the target's, if the draft is a head; for `prepared` see
-    `DrafterParts`. `shard` is of the draft's logits. `drawing` turns the
-    drafters' rule into the one that they draw by. Raises ConfigError if the code of a kind of draft cannot be
-    imported.
+    Args:
+        config: the config of the run.
+        mesh: the ranks of target and draft.
+        target: this rank's part of the target.
+        runner: the draft model or this rank's slice of it; None on ranks without one.
+        split: divides the rows among ranks that each hold the whole draft model.
+        taps: the target's taps, if the draft is a head.
+        shard: the shard of the draft's logits.
+        prepared: see `DrafterParts`.
+        drawing: turns the drafters' rule into the one that they draw by.
+
+    Raises:
+        ConfigError: the code of a kind of draft cannot be imported.
     """
     layout, num_draft_tokens = mesh.layout, config.most_draft_tokens
     vocab_size, device = target.vocab_size, target.device

@@ -38,10 +38,12 @@ from llama_ssp.speculate.sampling.draft import POINT_MASS, Chain, Draft, Law, To
 
 
 class ProbsReceiver(NamedTuple):
-    """A rank that verifies without holding the draft, to which the draft's probabilities are sent; V of the target.
+    """A rank that verifies without holding the draft, so that the draft's probabilities are sent to it.
 
-    `truncates` says that the processors leave few tokens (top-k, top-p, min-p), so that these can be sent alone; of
-    each position at most `num_left` if that is not 0, else the draft counts them.
+    Attributes:
+        vocab_size: V of the target.
+        truncates: whether the processors leave few tokens (top-k, top-p, min-p), so that only these need to be sent.
+        num_left: the most tokens left at a position; 0 if the draft has to count them.
     """
 
     rank: int
@@ -63,7 +65,7 @@ class TapsSender:
     def send_prompts(self, prompts: Prompts, rows: Sequence[int], *, comm: Comm) -> None:
         """Send the taps of prompts, which become these rows, from the first token that the head reads.
 
-        Of a prompt whose whole chunks are held, a head may read the last of these again.
+        If the held tokens of a prompt are whole chunks, a head may read the last of these chunks again.
         """
         rows_R = to_device(rows, prompts.tokens_RS.device)
         first = max(min(start - (1 if start % PREFILL_CHUNK else PREFILL_CHUNK) for start in prompts.starts), 0)
@@ -71,7 +73,7 @@ class TapsSender:
             self._taps.share(positions_RT, rows_R, comm=comm, src=self._src)
 
     def send_newest(self, rows: Rows, *, num_unread: int, comm: Comm) -> None:
-        """Send the taps of the newest tokens of each row but the last, which the target has not read."""
+        """Send the taps of each row's newest tokens, without those of the last token, which the target has not read."""
         number, lengths_B1 = self._most_accepted + num_unread - 1, rows.lengths_B[:, None]
         if number not in self._offsets:
             self._offsets[number] = torch.arange(number, device=lengths_B1.device)
@@ -81,7 +83,7 @@ class TapsSender:
 
 
 class _SharedDrafter:
-    """The drafter of some ranks, which all other ranks follow; `inner` is this rank's, None on ranks without one."""
+    """The drafter of some ranks, whose drafts all ranks receive; `inner` is this rank's part, None on other ranks."""
 
     def __init__(self, inner: Drafter | None, parts: DrafterParts) -> None:
         self._inner, self._tree = inner, parts.tree
@@ -113,7 +115,10 @@ class _SharedDrafter:
             self._inner.prefill(prompts, rows=rows, buckets=buckets)
 
     def _packed(self, draft: Draft) -> Tensor:
-        """The ids of a draft, and how many of them count if it says so (B, X); any numbers without a draft."""
+        """Return the ids of a draft, followed by how many of them count if such drafts say so: (B, X).
+
+        If all tokens count, or on a rank without a draft, the number has no meaning.
+        """
         if not self._ends_early:
             return draft.ids_BK
         num_B1 = draft.num_B1 if isinstance(draft.num_B1, Tensor) else draft.ids_BK[:, :1]
@@ -130,10 +135,11 @@ class _SharedDrafter:
 
 
 class BroadcastDrafter(_SharedDrafter):
-    """Broadcasts the ids of `src`, a rank of `comm`, as soon as they are drafted.
+    """Broadcasts the ids that rank `src` of `comm` drafts, as soon as they are drafted.
 
-    There is no `receiver` if the rule runs on a rank with the draft, or needs no probabilities. On ranks that
-    do not verify, a law may be a point mass. Messages of dynamic trees hold the ids, then the parents of the nodes.
+    `receiver` is None if the rule runs on a rank with the draft, or needs no probabilities. On ranks that do not
+    verify, a point mass can take the place of the probabilities. Messages of dynamic trees hold the ids, then the
+    parents of the nodes.
     """
 
     def __init__(
@@ -190,7 +196,7 @@ class BroadcastDrafter(_SharedDrafter):
 
 
 class AheadDrafter(BroadcastDrafter):
-    """Drafts on some ranks; the others get the tokens in `exchange`."""
+    """Drafts on some ranks while the target verifies on others; these get the tokens in `exchange`."""
 
     @property
     def drafts_here(self) -> bool:
@@ -202,7 +208,7 @@ class AheadDrafter(BroadcastDrafter):
         return self._own_draft(rows, **how)
 
     def exchange(self, draft: Draft, rows: Rows) -> Draft:
-        """Give all ranks the drafted ids, after the rows, and the rank that verifies their probabilities."""
+        """Write the drafted ids after the rows on all ranks, and send their probabilities to the rank that verifies."""
         if self._comm.size == 1:
             return draft
         ids_BK, width = self._announced(draft)
@@ -211,7 +217,7 @@ class AheadDrafter(BroadcastDrafter):
         return Draft(ids_BK, self._delivered(draft, width, self._receiver) if self._receiver else draft.law)
 
     def _announced(self, draft: Draft) -> tuple[Tensor, int]:
-        """The ids on all ranks, and how many tokens of a position may have been drawn; 0 for the whole vocabulary."""
+        """Broadcast the ids; return them, and the most tokens with a probability at any position, 0 for all of V."""
         receiver = self._receiver
         if receiver is None or draft.ids_BK.is_cuda or receiver.num_left or not receiver.truncates:
             width = receiver.num_left if receiver else 0
@@ -226,9 +232,9 @@ class AheadDrafter(BroadcastDrafter):
         return message[:-1].view_as(draft.ids_BK), int(message[-1])
 
     def _delivered(self, draft: Draft, width: int, receiver: ProbsReceiver) -> Law:
-        """The law on the rank that verifies, elsewhere a point mass.
+        """Return the probabilities on the rank that verifies, and a point mass on other ranks.
 
-        Only probabilities above zero are sent, with their ids, if there are few; a float of 24 bits holds any id.
+        If few probabilities are above zero, only these are sent, with their ids; a float of 24 bits holds any id.
         """
         is_receiver = self._comm.rank == receiver.rank
         shape, values = (*draft.ids_BK.shape, 2 * width or receiver.vocab_size), None
@@ -249,7 +255,7 @@ class AheadDrafter(BroadcastDrafter):
 
 
 class BatchSplit:
-    """Assigns rows to some ranks of `comm`, given in order, and gathers the rows on all."""
+    """Assigns rows to some ranks of `comm`, in the order in which these are given, and gathers them on all ranks."""
 
     def __init__(self, comm: Comm, ranks: Sequence[int]) -> None:
         self._comm = comm

@@ -33,7 +33,7 @@ class BatchSpace:
         self.buckets, self.held = Buckets(step=self.bucket_step, num_slots=0), HeldTexts(batch_size, step=1)
 
     def make(self, requests: Sequence[Request], *, reuses: bool) -> None:
-        """Allocate caches for these and all earlier requests; unless it `reuses` texts, forget all that rows hold."""
+        """Allocate caches for these and all earlier requests; unless `reuses`, forget the texts that rows hold."""
         longest = most_new = 0
         for request in requests:
             most_new = max(most_new, request.max_new_tokens)
@@ -74,7 +74,7 @@ class BatchSpace:
         return places
 
     def empty_state(self) -> BatchState:
-        """The previous run's batch if the executor keeps it and its sizes fit; else a new one."""
+        """Return the previous run's batch if the executor needs the same tensors and the sizes fit; else a new one."""
         num_slots, num_rounds = sizes = self._num_slots, self._num_rounds
         if self._kept and sizes == (self._kept.tokens_BS.shape[1], self._kept.uniforms_BMN.shape[1]):
             self._kept.vacate(slice(None))

@@ -14,7 +14,7 @@ PARTS = ("draft", "verify", "other")
 
 @dataclass(kw_only=True)
 class StopRequest:
-    """Set by a signal handler; the loop sends it with the next decision.
+    """A request to stop, set by a signal handler; the loop sends it to other ranks with the next decision.
 
     Attributes:
         num_interrupts: how often Ctrl-C asked.
@@ -30,7 +30,7 @@ class StopRequest:
         return is_first
 
     def settle(self, *, is_agreed: bool) -> None:
-        """Enter the ranks' agreement on whether a stop was asked for."""
+        """Set `requested` to whether the ranks have agreed to stop."""
         self.requested = is_agreed
 
 
@@ -39,10 +39,11 @@ class RowCompletion:
     """One request and its result so far.
 
     Attributes:
-        num_target_forwards: forwards of the target for this row, with the ones that read its whole prompt.
+        num_target_forwards: forwards of the target for this row, including those that read its prompt.
         num_reused_tokens: tokens of its prompt that the target's cache held already.
-        accepted_lengths, draft_lengths: drafted tokens that became text, and all, of each speculative round.
-        ended_in_draft: the last accepted token ended the row, so the tokens after it were not verified.
+        accepted_lengths, draft_lengths: for each speculative round, the drafted tokens that became text, and all of
+            them.
+        ended_in_draft: whether the last accepted token ended the row, so that the tokens after it were not verified.
         finish_reason: None while it is running.
         busy_s: time from the start of its prefill to its end, without the time of the loop's consumer.
         first_token_s: `busy_s` when its first token was known; 0 before.
@@ -50,7 +51,7 @@ class RowCompletion:
         part_s: its equal share of the rounds' time, by part.
         has_bonus: see `Round`.
         num_ahead: tokens in flight when the next round begins; see `overlap`.
-        constraint: what its text may go on with; None for anything.
+        constraint: restricts the tokens that may follow; None if any token may.
     """
 
     request: Request
@@ -71,7 +72,7 @@ class RowCompletion:
     constraint: Constraint | None = None
 
     def end(self, reason: FinishReason, *, in_draft: bool = False) -> None:
-        """Enter why nothing follows, and whether the last token was a drafted one."""
+        """Set why the completion ends, and whether its last token was a drafted one."""
         self.finish_reason, self.ended_in_draft = reason, in_draft
 
     def extend(
@@ -79,7 +80,8 @@ class RowCompletion:
     ) -> None:
         """Add the new tokens of a round, which ran the target `num_forwards` times for this row.
 
-        `num_accepted` and `num_examined` drafted tokens are entered if the round drafted; `num_ahead` are in flight.
+        If the round drafted (`num_examined` is not None), its accepted and examined drafted tokens are recorded too,
+        and `num_ahead` tokens are in flight.
         """
         self.token_ids += new_ids
         self.num_target_forwards += num_forwards
@@ -90,11 +92,11 @@ class RowCompletion:
 
     @property
     def examined_lengths(self) -> list[int]:
-        """The drafted tokens of each speculative round that enter the acceptance rate.
+        """The number of drafted tokens of each speculative round that count in the acceptance rate.
 
-        They are the accepted ones and the first rejected one; after the end of a row inside a draft, none is examined.
-        A round that the length limit could cut has none: the limit shortens long acceptances but not short ones, so
-        that counting them would bias the rate.
+        These are the accepted ones and the first rejected one; of the tokens after the end of a row inside a draft,
+        none counts. A round that the length limit could cut has 0: the limit shortens long acceptances but not short
+        ones, so that counting them would bias the rate.
         """
         room, examined = self.request.max_new_tokens - 1, []
         rounds = zip(self.accepted_lengths, self.draft_lengths, strict=True)

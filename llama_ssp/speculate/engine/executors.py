@@ -42,7 +42,7 @@ _Graph = tuple[Any, Callable[[], None]]
 
 
 def make_executor(round_: Round, *, cuda_graphs: bool) -> Executor:
-    """Choose by the device of the target; `cuda_graphs` says whether a GPU's rounds are captured."""
+    """Make the executor for the target's device; `cuda_graphs` says whether a GPU's rounds are captured."""
     device = round_.target.device.type
     own: Executor | None = operators.made("executor", device, round_)
     if own or device == "cpu" or not cuda_graphs:
@@ -61,7 +61,7 @@ def tensors_of(value: Values) -> tuple[Tensor, ...]:
 
 
 def filled(form: Values, tensors: Iterator[Any]) -> Values:
-    """A value like `form`, with the next tensors in place of its own."""
+    """Return a value with the structure of `form`, made of the next tensors of the iterator."""
     if not isinstance(form, tuple):
         return next(tensors)
     parts = [part and filled(part, tensors) if isinstance(part, tuple) else next(tensors) for part in form]
@@ -78,8 +78,8 @@ def _keys_in(key: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
 class Recorder:
     """Captures CUDA graphs that share a memory pool, which is safe because they never run concurrently.
 
-    Later captures take the pool's memory of a graph that is dropped. `finish`, then called `wait`, waits until the
-    device has done everything that was launched.
+    A later capture can use the pool's memory of a graph that was dropped before. `finish`, later called as `wait`,
+    waits until the device has done everything that was launched.
     """
 
     def __init__(self, *, finish: Callable[[], None] = torch.cuda.synchronize) -> None:
@@ -113,11 +113,11 @@ class Recorder:
 
 
 class GraphExecutor(Executor):
-    """Replays the stages of a round as graphs; the next round overwrites its results, on the same stream.
+    """Replays the stages of a round as graphs; the next round overwrites the results on the same stream.
 
     Attributes:
-        failed: the names of stages that could not be captured, with their operators. They run from Python, and their
-            results are copied to the place of the stage, where graphs of other stages read them.
+        failed: the names of stages that could not be captured, with their operators. Such a stage runs from Python, and
+            its results are copied to a fixed address, where graphs of other stages read them.
     """
 
     replays_addresses = True
@@ -159,7 +159,10 @@ class GraphExecutor(Executor):
         return self._in_place(stage, found) if self._fails(stage) else found
 
     def _capture(self, stage: Stage, function: Callable[[], Values], values: Values) -> _Graph | None:
-        """Capture a stage; returns None if it must run from Python, as on values that will be elsewhere next time."""
+        """Capture a stage as a graph; returns None if the stage must run from Python.
+
+        That is so if a capture has failed, and as long as inputs may be at another address next time.
+        """
         moves = any(one.key not in self._graphs and not self._fails(one) for one in stage.behind)
         if (known := self._met.get(stage.key[:3])) is None or moves or self._fails(stage):
             return None
@@ -185,7 +188,7 @@ class GraphExecutor(Executor):
         return None
 
     def _read(self, bucket: int) -> None:
-        """Note that rounds read a bucket from now on; drop what is known of another one where there are too many.
+        """Note that rounds now read a bucket; if there are too many buckets, drop the graphs of the oldest one.
 
         All ranks run stages of the same buckets in the same order, so they drop the same graphs.
         """
@@ -211,7 +214,7 @@ class GraphExecutor(Executor):
         return (stage.name, stage.operators) in self.failed
 
     def _put(self, stage: Stage, known: frozenset[StorageWeakRef], found: Values) -> Values:
-        """Leave results, in a capture, where those of all graphs of the stage are; what was there before stays."""
+        """In a capture, put new results where all graphs of the stage have theirs; `known` tensors stay in place."""
         placed = []
         for number, tensor in enumerate(tensors_of(found)):
             place = tensor
@@ -223,7 +226,10 @@ class GraphExecutor(Executor):
         return filled(found, iter(placed))
 
     def _place(self, stage: Stage, number: int, result: Tensor, *, stays: bool = False) -> Tensor:
-        """Where a result of a stage belongs: the beginning of its largest one, which may itself stay where it is."""
+        """Return the memory of one result of a stage: the beginning of the stage's largest result of this kind so far.
+
+        With `stays`, a larger result becomes that memory itself if it is not part of another one.
+        """
         key = stage.name, number, result.dtype
         stays = stays and result.data_ptr() not in {place.data_ptr() for place in self._places.values()}
         if key not in self._places or self._places[key].numel() < result.numel():
@@ -231,7 +237,7 @@ class GraphExecutor(Executor):
         return self._places[key][: result.numel()].view(result.shape)
 
     def _in_place(self, stage: Stage, found: Values) -> Values:
-        """Copy the results of a stage that stays with Python to where graphs read them."""
+        """Copy the results of a stage that runs from Python to the addresses at which graphs read them."""
         tensors = tensors_of(found)
         key = stage.name, stage.operators, *[tensor.shape for tensor in tensors]
         if key not in self._results:

@@ -37,10 +37,12 @@ LEAST_TOKENS = 32
 
 
 class _Text(NamedTuple):
-    """Tokens that a row of the target's cache holds; the draft's cache has the first `num_prompt`.
+    """Tokens that a row of the target's cache holds.
 
-    A state is saved after the first `saved` of them; 0 for none. The row has read `num_read` tokens; None while it
-    reads more.
+    Attributes:
+        num_prompt: how many of them, from the first on, the draft's cache holds too.
+        saved: the number of tokens after which a state is saved; 0 for none.
+        num_read: how many tokens an ended row has read; None while it still reads.
     """
 
     ids: tuple[int, ...] = ()
@@ -60,14 +62,14 @@ class PromptRow(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Reuse:
-    """Reuse of texts that rows hold by the models of a round, the same on every rank.
+    """How the models of a round reuse texts that rows hold, the same on every rank.
 
     Attributes:
-        are_invariant: all models are batch-invariant (`Runner.is_invariant`).
-        from_states: a layer of a model keeps states, so that beginnings are taken where a state was saved.
+        are_invariant: whether all models are batch-invariant (`Runner.is_invariant`).
+        from_states: whether a model has recurrent layers, so that a text can be reused only up to a saved state.
         num_spare: rows beside the batch's that keep texts which have ended.
-        num_tapped: the first and the newest tokens whose taps a row keeps for a draft head; None for all.
-        spare: the tensors of these rows.
+        num_tapped: how many of the first and of the newest tokens keep their taps for a draft head; None for all.
+        spare: the tensors of the spare rows.
     """
 
     are_invariant: bool
@@ -86,19 +88,19 @@ class Reuse:
 
     @property
     def any_length(self) -> bool:
-        """Whether beginnings of any length can be taken."""
+        """Whether a text can be reused up to any token."""
         return self.are_invariant and not self.from_states
 
     @property
     def step(self) -> int:
-        """Number of tokens; beginnings are taken in multiples of it."""
+        """A number of tokens; texts are reused up to multiples of it."""
         return 1 if self.any_length else PREFILL_CHUNK
 
 
 class HeldTexts:
-    """The texts that rows hold, whose beginnings can be taken in multiples of `step` tokens.
+    """The texts that rows hold, which can be reused up to multiples of `step` tokens.
 
-    With `from_states`, they can be taken where a state was saved. The last `num_spare` rows are spare ones. For
+    With `from_states`, they can be reused up to a saved state. The last `num_spare` rows are spare ones. For
     `num_tapped` see `Reuse`.
     """
 
@@ -130,10 +132,10 @@ class HeldTexts:
         self._texts[row] = self._texts[row]._replace(num_read=num_read)
 
     def keep(self, row: int) -> tuple[int, int] | None:
-        """Record that a spare row holds the text of a row too; returns its number, and the tokens to copy, if any.
+        """Record that a spare row also holds the text of a row; returns the spare row and the number of tokens to copy.
 
-        It takes the place of a text that has most of its tokens in common with it, else of the one that was used least
-        recently.
+        Returns None if nothing has to be copied. The text replaces a spare text that is mostly the same; if there is
+        none, the one that was used least recently.
         """
         text = self._texts[row]
         if not self._used or len(text.ids) < LEAST_TOKENS:
@@ -154,11 +156,11 @@ class HeldTexts:
             self._used[row] = self._num_uses
 
     def num_held(self, ids: tuple[int, ...]) -> int:
-        """Number of tokens of a prompt that some row holds and the prompt can take."""
+        """Number of tokens of a prompt that can be reused from some row."""
         return self._begun(0, ids, dict(enumerate(self._texts))).target.num_tokens
 
     def place(self, prompts: Sequence[tuple[int, ...]], free: Sequence[int]) -> list[PromptRow]:
-        """Give each prompt the free row that holds most of it, and enter the prompts."""
+        """Give each prompt the free row that holds most of it, and record the prompts as held there."""
         left, rows = [*free], []
         for ids in prompts:
             row, _ = self._longest(ids, {row: self._texts[row] for row in left})
@@ -209,7 +211,7 @@ class HeldTexts:
         return PromptRow(row, target, draft)
 
     def _with_taps(self, ids: tuple[int, ...], most: int, num_read: int | None) -> int:
-        """Count the first tokens of a prompt, at most `most`, that can come from a row without missing taps."""
+        """Return how many of the first `most` tokens of a prompt can come from a row that keeps only some taps."""
         if num_read is not None and len(ids) > num_read:
             return most
         before = max(len(ids) - 1 - (self._num_tapped or 0), 0)
@@ -219,7 +221,7 @@ class HeldTexts:
         return min(most, len(ids) - 1) // self._step * self._step  # the last one is read, for its logits
 
     def _longest(self, ids: tuple[int, ...], texts: dict[int, _Text]) -> tuple[int | None, int]:
-        """The first row that holds most of a prompt, and how much; None if all hold too little."""
+        """Return the first row that holds most of a prompt, and how many tokens; None if all rows hold too few."""
         found, most = None, LEAST_TOKENS - 1
         for row, text in texts.items():
             given = text.ids[: text.saved] if self._from_states else text.ids

@@ -14,8 +14,8 @@ class FixedLength:
     """Chooses the drafts of a run: K tokens in every round.
 
     Attributes:
-        choices: whatever `choose` may return, but for `num_unread`.
-        num_rows: of the next round, as far as they take drafts, where there is a choice; 0 before the first one.
+        choices: all values that `choose` can return, apart from their `num_unread`.
+        num_rows: the rows of the next round that take drafts, where there is a choice; 0 before the first round.
     """
 
     num_rows = 0
@@ -28,7 +28,7 @@ class FixedLength:
         return self.choices[0]
 
     def reads_at_once(self, source: int) -> bool:
-        """Whether a drafter reads new prompts as they come, not only once it drafts for them."""
+        """Whether a drafter reads new prompts when they come; if not, it reads them when it first drafts for them."""
         return True
 
     def observe(self, choice: DraftChoice, num_accepted: Sequence[int]) -> None:

@@ -55,7 +55,10 @@ def log_probs_of(sampling: SamplingConfig) -> Law:
 
 
 def law_of(sampling: SamplingConfig) -> Law | None:
-    """The law of a run's draws; None if it is the model's own, and for greedy text, whose draws are certain."""
+    """Return the distribution that a run draws from, as log-probabilities.
+
+    None if it is the model's own, and for greedy text, which is not drawn.
+    """
     is_own = sampling.temperature == 1.0 and not (sampling.truncates or sampling.penalizes)
     return None if is_own or sampling.temperature == 0 else log_probs_of(sampling)
 
@@ -73,9 +76,9 @@ class ScoredText:
 
 
 class TokenScores(NamedTuple):
-    """Scores of each token that is not given, at temperature 1.
+    """Scores of each scored token at temperature 1.
 
-    `drawn` holds scores under the law, if there is one, without tokens that it never draws.
+    `drawn` holds scores under the distribution of the draws, if it is another one, without tokens of probability 0.
     """
 
     model: list[TokenLogprob]
@@ -189,7 +192,7 @@ def score_in_rows(
 
 
 def _read(ids: Sequence[int], scores_TC: Tensor, above: float, *, num_top: int) -> list[TokenLogprob]:
-    """Read the figures of the tokens `ids` of a text; the best tokens have log-probabilities above `above`."""
+    """Return the scores of the tokens `ids` of a text, with the best tokens whose log-probability is above `above`."""
     found = []
     for token, (logprob, *row) in zip(ids, scores_TC.tolist(), strict=True):
         pairs = zip(map(int, row[:num_top]), row[num_top:], strict=True)

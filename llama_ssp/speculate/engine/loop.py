@@ -55,10 +55,10 @@ class RunSettings:
     """Settings that all completions of a run follow.
 
     Attributes:
-        seed: of their draws.
+        seed: the seed of their draws.
         stops: strings that end completions of requests without their own.
-        stop_request: a wish to end the run.
-        reuses: False makes every prompt be read whole, for measurements of prefill.
+        stop_request: the request to end the run.
+        reuses: False reads every prompt in full, to measure prefill.
     """
 
     seed: int
@@ -93,15 +93,15 @@ class Decoder:
         length: chooses what each round drafts.
         threads: chooses how many threads compute a round.
         constrain: begins the constraint of a request's text, if it has one.
-        settings: of its runs without settings of their own.
-        reuses_any_length: runs may take beginnings of any length from texts of earlier ones.
-        space: caches, and the batch that runs share.
+        settings: the settings of runs that are started without settings.
+        reuses_any_length: whether runs can reuse earlier texts up to any token.
+        space: the caches and the batch, which all runs share.
         lag: rounds that are launched before the oldest one is read.
-        picks_rows: a round can compute some rows alone, and every text keeps its bits.
-        reading_rows: rows of a plain round whose computation takes as long as reading the weights; infinite until
-            it is measured.
+        picks_rows: whether a round can leave rows out without changing the bits of any text.
+        reading_rows: number of rows whose computation in a plain round takes as long as reading the weights; infinite
+            until it is measured.
         rounds_s, num_rounds: time and number of all rounds so far.
-        stopped: the latest run has ended by a wish to stop that the deciding rank announced.
+        stopped: whether the latest run ended because the deciding rank announced a stop.
     """
 
     def __init__(
@@ -150,12 +150,12 @@ class Decoder:
 
         Call it under `torch.inference_mode()`: entering that mode in each round would cost as much as a draw. Prompt
         and new tokens must be within the models' contexts; `to_length` ignores end-of-sequence tokens and stop strings.
-        `more` is called before each round, on all ranks alike, until it ends.
+        `more` is called before each round, on all ranks alike, until it returns None.
         Yields the new tokens of each completion, one round at a time.
 
-        A row whose logits are NaN, or a prompt that memory is too small for, ends by itself, and `failed` gets it.
-        Without `failed` no further request begins, and once its neighbours have ended, every rank raises NumericError
-        or CapacityError.
+        If a row's logits are NaN, or memory is too small for a prompt, only that request ends, and `failed` is called
+        with it. Without `failed`, no new request begins, and when the other rows have ended, every rank raises
+        NumericError or CapacityError.
         """
         assert torch.is_inference_mode_enabled()
         settings = settings or self.settings
@@ -220,7 +220,7 @@ class Decoding:
 
     Attributes:
         rows: which completion decodes in which row.
-        scoring: texts that are being scored; further ones have to wait.
+        scoring: texts that are being scored; other texts wait until they are done.
     """
 
     def __init__(
@@ -291,7 +291,7 @@ class Decoding:
                     yield updates
 
     def _launch(self, in_flight: Law) -> tuple[Hashable, Law]:
-        """Launch a round; returns what it computes, and the law of tokens in flight after it."""
+        """Launch a round; returns a key of the computation, and the probabilities of tokens in flight after it."""
         assert self._state, "a round has rows"
         rows, choice = self._next() if self.decoder.picks_rows else (None, self._choose())
         state, owners = self._state, [*self.rows.owners]
@@ -329,10 +329,10 @@ class Decoding:
         return (choice, bucket, len(owners)), following if choice.num_tokens else in_flight
 
     def _next(self) -> tuple[list[int] | None, DraftChoice]:
-        """The rows that the next round computes, None for all, and what it drafts.
+        """Return the rows that the next round computes (None for all), and what it drafts.
 
-        Rows without drafts have rounds of their own, several after one of the other rows, as far as the time allows
-        that all of its positions would take in these rows too.
+        Rows that never draft have plain rounds of their own. After each drafted round of the other rows there are as
+        many plain rounds as fit into the time that these rows would have taken in the drafted round.
         """
         decoder, owners = self.decoder, self.rows.owners
         live = [row for row, owner in enumerate(owners) if owner]
@@ -350,7 +350,10 @@ class Decoding:
         return (rows if self._num_owed or len(rows) < decoder.batch_size else None), choice
 
     def _flying(self, in_flight: Law, rows: Sequence[int] | None) -> Law:
-        """Reorder the in-flight probabilities to the next round's rows; rows that the last round left out have none."""
+        """Reorder the probabilities of tokens in flight to the rows of the next round.
+
+        Rows that the last round left out have no tokens in flight, so their values do not matter.
+        """
         rows = range(self.decoder.batch_size) if rows is None else rows
         before, self._flying_rows = self._flying_rows, rows
         if not isinstance(in_flight, Tensor) or [*before] == [*rows]:
@@ -433,7 +436,10 @@ class Decoding:
                 self._state.vacate(row)
 
     def _refill(self) -> bool:
-        """Ask for requests; returns whether any wait. Without `failed`, raises an error once all rows ended."""
+        """Ask for more requests; returns whether any wait.
+
+        Without `failed`, this raises the error of a row once all rows have ended.
+        """
         if self._error and self.is_idle:
             raise self._error
         if self._more:
@@ -474,7 +480,7 @@ class Decoding:
         return row
 
     def _take_turn(self) -> bool:
-        """Read a chunk of new prompts or score one of texts, by turns; returns whether there is any."""
+        """Read a chunk of new prompts or score a chunk of texts, in turn; returns whether there was anything to do."""
         self._reads_first = not self._reads_first
         turns = (self._read, self._score) if self._reads_first else (self._score, self._read)
         return any(take() for take in turns)
@@ -495,7 +501,11 @@ class Decoding:
         return True
 
     def _read(self) -> bool:
-        """Read a chunk of new prompts, or all that rows are free for if none decodes."""
+        """Read new prompts into free rows; returns whether there was anything to read.
+
+        If rows decode, this reads one chunk: several short prompts, or the next part of a long one. If none does, it
+        reads as many prompts as there are free rows.
+        """
         if not self._reading:
             waiting, free = self._waiting, self.rows.free
             most = min(len(waiting), len(free))
@@ -668,7 +678,7 @@ class Decoding:
     def _extend(
         self, owner: RowCompletion, result: RowResult, num_examined: int | None, *, num_forwards: int
     ) -> Update:
-        """Add new tokens to a completion, and free its row if it ends with them; for `num_examined` see its method."""
+        """Add new tokens to a completion, and free its row if it ends; for `num_examined` see `_num_examined`."""
         num_before, limit = len(owner.token_ids), owner.request.max_new_tokens
         ids = result.ids[:-1] if result.error else result.ids  # what was accepted before nothing was left
         new_ids, reason = self._up_to_end(owner, ids[: limit - num_before])
@@ -694,12 +704,12 @@ class Decoding:
         return Update(owner, new_ids, num_drafted, result.rejected_ids[:num_rejected])
 
     def _outgrew(self, owner: RowCompletion, choice: DraftChoice, *, num_ahead: int = 0) -> bool:
-        """Whether a row's known tokens and its tokens in flight are more than a round drafts for."""
+        """Whether a row, with its tokens in flight, is longer than the rows that a round can draft for."""
         longest = self.round.longest(choice) if self.round.has_limit else None
         return longest is not None and len(owner.request.prompt_ids) + len(owner.token_ids) + num_ahead > longest
 
     def _num_examined(self, owner: RowCompletion, choice: DraftChoice, num_drafted: int) -> int:
-        """Number of drafted tokens of a row that a round could accept, before its new tokens are known."""
+        """Return how many drafted tokens of a row a round can accept at most, before the result is known."""
         if not choice.num_tokens or self._outgrew(owner, choice, num_ahead=owner.num_ahead):
             return 0
         number, most = num_drafted if owner.has_bonus else owner.num_ahead + 1, owner.request.num_draft_tokens
@@ -728,7 +738,11 @@ class Decoding:
     def _up_to_end_of(
         self, constraint: Constraint, owner: RowCompletion, ids: list[int]
     ) -> tuple[list[int], FinishReason | None]:
-        """The same of a text with a constraint: stops count where it may end, and it ends where nothing can follow."""
+        """Do what `_up_to_end` does for a text with a constraint.
+
+        A stop counts only where the constraint lets the text end. Without an end-of-sequence token, the text also ends
+        where no token may follow.
+        """
         for number, token in enumerate(ids, start=1):
             if token in self.decoder.eos_ids:
                 return ids[:number], "eos"

@@ -50,14 +50,15 @@ class Vocabulary(NamedTuple):
 
 
 class Constraint(Protocol):
-    """The tokens that one text may go on with, as it grows; on the host of every rank.
+    """The tokens that may follow one text, as it grows; kept on the host of every rank.
 
-    A class may have a static method `fill_rows(masks_BTX, nodes)`, which gets `Nodes` of all rows of this class and
-    writes their masks together. Without it, `fill` is called for each row, and again for a draft that has grown.
+    A class may have a static method `fill_rows(masks_BTX, nodes)`, which takes the `Nodes` of all rows of this class
+    and writes their masks together. Without it, `fill` is called for each row, and again when the row's draft has
+    grown.
 
     Attributes:
-        may_end: the text may end here.
-        is_over: nothing may follow but an end-of-sequence token.
+        may_end: whether the text may end here.
+        is_over: whether only an end-of-sequence token may follow.
         problem: why the constraint can no longer say what may follow; empty if it can.
     """
 
@@ -75,18 +76,19 @@ class Constraint(Protocol):
         """Add a token to the text."""
 
     def forced(self, number: int) -> Sequence[int]:
-        """Up to `number` tokens that will follow, if they are known: drafts begin with them."""
+        """Return up to `number` tokens that must follow, if they are known; drafts begin with them."""
 
     def fill(self, masks_TX: Tensor, ids: Sequence[int], parents: Sequence[int]) -> None:
-        """Write the masks (T, X) after the text and after each node of a draft, bit 0 of word 0 for token 0.
+        """Write the masks (T, X) after the text and after each node of a draft; bit 0 of word 0 is token 0.
 
-        The first `len(ids) + 1` are written, but for nodes after a forbidden one. Node `parents[n]`, 0 for the text, is
-        followed by node n + 1 with token `ids[n]`. Nothing is allowed where the constraint cannot say what is.
+        The first `len(ids) + 1` masks are written, except after a node whose token is forbidden. Node n + 1 has token
+        `ids[n]` and follows node `parents[n]`, where node 0 is the text. If the constraint cannot say what may follow,
+        nothing is allowed.
         """
 
 
 class Nodes(NamedTuple):
-    """A row whose masks are wanted, and its draft; the masks of nodes before `first` are there already."""
+    """A row whose masks are wanted, and its draft; masks of nodes before `first` have been written already."""
 
     row: int
     constraint: Any
@@ -114,11 +116,11 @@ def constraint_of(sampling: SamplingConfig, vocabulary: Vocabulary) -> Constrain
 
 
 class TokenMasks(Workspace):
-    """The masks of a round's rows, and their forced tokens, in one place of the device.
+    """The masks of a round's rows, and their forced tokens, at fixed addresses on the device.
 
     Attributes:
-        follows_drafts: masks are written as drafts grow; else drafts are drawn from the first ones alone.
-        number: by which traces find it.
+        follows_drafts: whether masks are written as drafts grow; if not, drafts are drawn from the first masks alone.
+        number: the number by which traces find this object.
     """
 
     def __init__(self, num_places: int, vocab_size: int, device: torch.device) -> None:
@@ -150,14 +152,14 @@ class TokenMasks(Workspace):
         return any(found)
 
     def begin(self, rows: slice, constraints: Constraints) -> None:
-        """Write the masks of the texts of these rows, which their drafts are drawn from."""
+        """Write the masks after the texts of these rows, for drawing their drafts."""
         self._constraint_of = constraints.__getitem__  # not the constraints, in which a trace would look for tensors
         self._num_written = 0
         self._host_BTX.fill_(-1)
         self._write(Nodes(row, constraints[row]) for row in range(rows.start, rows.stop))
 
     def fill(self, rows: slice, constraints: Constraints, drafted: "Drafted | None") -> None:
-        """Write the masks of these rows and their drafts; after drafts that were followed, the last ones."""
+        """Write the masks after these rows' texts and drafts; only the last ones if others were written before."""
         drafts = [(row, drafted.of_row(row) if drafted else ((), ())) for row in range(rows.start, rows.stop)]
         first, self._num_written = self._num_written, 0
         if not first:
@@ -184,13 +186,13 @@ class TokenMasks(Workspace):
 
 
 class MasksOfDrafts:
-    """The masks that drafts are drawn from, of some rows; see `sampling.context.DraftMasks`."""
+    """The masks from which the drafts of some rows are drawn; see `sampling.context.DraftMasks`."""
 
     def __init__(self, masks: TokenMasks, rows: slice) -> None:
         self._masks, self._rows = masks, rows
 
     def __getitem__(self, rows: slice) -> "MasksOfDrafts":
-        """Those of some of the batch's rows."""
+        """Return the masks of some of the batch's rows."""
         return MasksOfDrafts(self._masks, rows)
 
     def forbidden(self, drafted: Sequence[Tensor], ids: range) -> Tensor | None:
@@ -210,7 +212,7 @@ _library.impl("masks_after", lambda drafted_RK, number, row: _of_number[number].
 
 
 def write(masks_BTX: Tensor, nodes: Iterable[Nodes]) -> None:
-    """Write the masks of these rows, if they have a constraint; one that is there several times has the same draft."""
+    """Write the masks of the rows that have a constraint; a repeated row has the same draft and gets the same masks."""
     nodes = [one for one in nodes if one.constraint]
     first_rows, by_class = (
         {id(one.constraint): one.row for one in reversed(nodes)},

@@ -60,7 +60,7 @@ def make_round(
 
 
 class OverlappedRound(Round):
-    """A round whose drafter works while the target verifies; if it drafts nothing, it is as in `Round`."""
+    """A round whose drafter works while the target verifies; without drafted tokens it is an ordinary `Round`."""
 
     has_bonus = False
 
@@ -126,9 +126,10 @@ class OverlappedRound(Round):
         return result, before if keeps else following.law
 
     def _before(self, executor: Executor, in_flight: Law, following: Law) -> Law:
-        """The law of the tokens in flight; at first a place for it, for an executor that needs one.
+        """Return the probabilities of the tokens in flight.
 
-        Before the first round nothing is in flight in any row, so that its values do not count.
+        Before the first round no row has tokens in flight, so the values do not matter: they are any tensor of the
+        right shape, at a fixed address if the executor needs one.
         """
         if isinstance(following, PointMass) or isinstance(in_flight, Tensor):
             return in_flight
@@ -160,9 +161,10 @@ class OverlappedRound(Round):
         following: Draft,
         before: Law,
     ) -> Tensor:
-        """Verify, commit, and say which rows keep the following block; `before` is the law of the one in flight.
+        """Verify and commit the tokens in flight, and decide which rows keep the block that follows.
 
-        Returns the result (B, K + 2): the tokens in flight, then the decision.
+        `before` has the probabilities of the tokens in flight. Returns the result (B, K + 2): these tokens, then the
+        decision.
         """
         flying_BA = state.tokens_BS.gather(1, state.lengths_B[:, None] + self._in_flight_A)
         in_flight = Draft(flying_BA, before if isinstance(before, PointMass) else before[:, 1:])

@@ -16,7 +16,7 @@ class Update(NamedTuple):
     """New tokens of one completion; the first `num_drafted` were drafted, the target chose the rest.
 
     Attributes:
-        rejected_ids: drafted tokens in whose place the target chose the last new one, and drafted tokens after them.
+        rejected_ids: the drafted token that the target replaced by the last new token, and the drafted tokens after it.
     """
 
     completion: RowCompletion
@@ -29,11 +29,11 @@ class RowResult(NamedTuple):
     """Decision of a round for one row; see `BatchState.commit`.
 
     Attributes:
-        num_drafted, num_accepted: of its drafted tokens.
-        ids: the accepted ones and the next one.
-        rejected_ids: the drafted ones of a chain that are not accepted.
-        goes_on: the next one was drafted too, and later drafted tokens are in flight.
-        error: why no next token can be drawn; None if it is.
+        num_drafted, num_accepted: numbers of its drafted and of its accepted tokens.
+        ids: the accepted tokens and the next token.
+        rejected_ids: the drafted tokens of a chain that are not accepted.
+        goes_on: whether the next token was drafted too, so that later drafted tokens stay in flight.
+        error: why no next token can be drawn; None if it can.
     """
 
     num_drafted: int
@@ -45,7 +45,7 @@ class RowResult(NamedTuple):
 
 
 class RoundResult(NamedTuple):
-    """Decisions of a round, by row, and whether the deciding rank has announced a wish to stop, and news."""
+    """Decisions of a round by row, and whether the deciding rank has announced a stop, and news."""
 
     rows: list[RowResult]
     stops: bool

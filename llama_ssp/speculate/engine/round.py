@@ -60,7 +60,7 @@ _MOST_STAGES = 512
 
 
 class DraftChoice(NamedTuple):
-    """A way to draft in a round: K tokens, or none, by the drafter at a place in `Round.drafters`.
+    """A way to draft in a round: K tokens (0 for none) by the drafter at index `source` of `Round.drafters`.
 
     For `num_unread` see `Drafter.propose`.
     """
@@ -74,12 +74,13 @@ class Stage(NamedTuple):
     """A stage of a round.
 
     Attributes:
-        name: in a round, each stage has its own.
-        function: maps the batch and further values to values: tensors, and tuples of values. It may write to the batch.
-        operators: with the shapes of the values, this decides which operators the function calls.
+        name: its name, which no other stage of the round has.
+        function: maps the batch and more values to values: tensors, and tuples of values. It may write to the batch.
+        operators: a key that, with the shapes of the values, decides which operators the function calls.
         bucket: cache slots that it reads; 0 if it reads no cache.
         reads: objects whose tensors it reads in addition to its arguments.
-        repeats: it calls the same operators every time, on tensors of its arguments and of `reads`, and can be traced.
+        repeats: whether it always calls the same operators, on tensors of its arguments and of `reads`, so that it can
+            be traced.
         behind: earlier stages of this round whose results it takes.
         comm: the ranks that run it together, since they may send messages in it; None if each runs it for itself.
     """
@@ -95,11 +96,11 @@ class Stage(NamedTuple):
 
     @property
     def key(self) -> tuple[Hashable, ...]:
-        """Decides, with the batch's sizes, which operators run on whose results; the same on all ranks."""
+        """The key that, with the batch's sizes, decides which operators run on which results; the same on all ranks."""
         return self.name, self.operators, self.bucket, *[stage.key for stage in self.behind]
 
     def then(self, following: "Stage", name: str) -> "Stage":
-        """One stage that runs this one and then `following`, which gets the result as a further argument."""
+        """Return a stage that runs this one and then `following`, which takes the result as its last argument."""
 
         def function(state: BatchState, *values: Values) -> Values:
             return following.function(state, *values, self.function(state, *values))
@@ -126,18 +127,19 @@ class Stages(NamedTuple):
 
 
 class Executor:
-    """Runs the stages of a round, here from Python.
+    """Runs the stages of a round; this one runs them from Python.
 
     Attributes:
-        replays_addresses: it reads and writes the tensors of its first rounds, so that runs share one batch.
-        repeats_prompts: forwards of a few tokens of prompts have few shapes; see `ShortForwards`.
+        replays_addresses: whether it reads and writes the tensors of its first rounds, so that runs must share one
+            batch.
+        repeats_prompts: whether short prompts are read by forwards of few shapes; see `ShortForwards`.
     """
 
     replays_addresses = False
     repeats_prompts = True
 
     def run(self, stage: Stage, state: BatchState, *values: Values) -> Values:
-        """Call the function of a stage, or compute the same; returns its result."""
+        """Run a stage, by its function or by an equal computation; returns the result."""
         return stage.function(state, *values)
 
     def make_room(self) -> None:
@@ -149,14 +151,16 @@ class Round:
 
     Attributes:
         taps: layer inputs of the target that a draft head reads; None without one.
-        has_limit: rows may be too long for a drafter.
+        has_limit: whether rows may be too long for a drafter.
         num_ahead: the most drafted tokens that wait for verification when a round begins.
-        has_bonus: a round that accepts all its drafted tokens adds one of the target's.
-        steps: those that the rows of the next rounds and prompts need; None if all rows have the settings of the run.
-        tree: of the drafts; None for chains. With a tree, text tokens are read by its mask too, not as a prompt's are.
-        masks: of rows with constraints; None if no row may have one.
-        num_groups: of rows, which follow each other through the stages of the target's layers.
-        holders: the ranks with parts of the target, and of the draft, which read prompts together; None on others.
+        has_bonus: whether a round that accepts all its drafted tokens adds one of the target's.
+        steps: steps that rows of the next rounds and prompts need; None if all rows have the settings of the run.
+        tree: the tree of the drafts; None for chains. With a tree, text tokens are also read with its mask, unlike
+            those of a prompt.
+        masks: masks of rows with constraints; None if no row may have one.
+        num_groups: number of groups of rows, which follow each other through the stages of the target's layers.
+        holders: the ranks with parts of the target, and those of the draft, which read prompts together; None on ranks
+            without a part.
     """
 
     has_bonus = True
@@ -203,10 +207,10 @@ class Round:
     ) -> tuple[Tensor, Law]:
         """Run one round on a batch, or on some of its rows, which have at least two tokens.
 
-        It reads `bucket` cache slots, at least the longest row's length + K. In rounds that overlap, `in_flight` is the
-        law that the round before has returned. `constraints` are of the rows, if one has a constraint: the host then
-        waits for the drafted ids while the target reads them. Returns the result (see `BatchState.commit`), and the law
-        of drafted tokens that the next round verifies, if any.
+        It reads `bucket` cache slots, at least the longest row's length + K. In rounds that overlap, `in_flight` has
+        the probabilities that the round before has returned. `constraints` are the constraints of the rows, if any row
+        has one: the host then waits for the drafted ids while the target reads them. Returns the result (see
+        `BatchState.commit`), and the probabilities of drafted tokens that the next round verifies, if any.
         """
         clock.start()
         leads = self._lead(constraints, choice) if constraints and choice.num_tokens else (False, False)
@@ -232,13 +236,13 @@ class Round:
         return result, POINT_MASS
 
     def _reads_ends(self, executor: Executor) -> bool:
-        """Whether the host reads where drafts end, so that a round verifies no more than the longest one."""
+        """Whether the host reads how many drafted tokens count, so that a round verifies only that many."""
         return self.may_shorten and self.target.device.type == "cpu" and not executor.replays_addresses
 
     def _lead(self, constraints: Sequence[Constraint | None], choice: DraftChoice) -> tuple[bool, bool]:
-        """Write the first masks of a draft that heeds them, and the next tokens where it gets no further masks.
+        """Write the first masks of a draft if the drafter heeds masks, and the forced tokens if it gets no later masks.
 
-        Returns whether it has masks, and whether tokens are forced.
+        Returns whether the draft has masks, and whether tokens are forced.
         """
         assert self.masks, "a batch whose rows may have constraints"
         if heeds := heeds_masks(self.drafters[choice.source]):
@@ -309,7 +313,7 @@ class Round:
         return self._counted(draft, state, steps)
 
     def _counted(self, draft: Draft, state: BatchState, steps: RowSteps | None) -> Draft:
-        """A draft of which rows take no more tokens than their settings say."""
+        """Limit a draft to as many tokens of each row as the row's settings allow."""
         return draft.at_most(state.most_drafted_B[:, None]) if steps and steps.limits else draft
 
     def _score(self, num_tokens: int, bucket: int, state: BatchState, draft: Draft) -> Tensor:
@@ -371,7 +375,7 @@ class Round:
         taken_B: Tensor | None = None,
         tree: TreePlaces | None = None,
     ) -> Tensor:
-        """The target's logits, group after group, so that each stage of its layers reads while others read others."""
+        """Return the target's logits, computed group after group of rows, so that all stages of layers work at once."""
         rows_B, num_rows = state.rows.places, len(ids_BW)
         if self.num_groups == 1 or num_rows == 1:
             return self.target.forward(
@@ -396,7 +400,7 @@ class Round:
         return torch.cat(found)
 
     def _follow(self, state: BatchState, draft: Draft, decision: Decision) -> tuple[Decision, Tensor]:
-        """Move the accepted path of a tree to follow the text; returns the decision on this chain, and its tokens."""
+        """Move the accepted path of a tree behind the text; returns the decision on this chain, and its ids."""
         if not isinstance(draft.nodes, Topology):
             return decision, draft.told_ids
         lengths_B1 = state.lengths_B[:, None]
@@ -410,7 +414,7 @@ class Round:
         return decision._replace(node_B1=num_accepted_B1), path_ids_BD
 
     def _draws(self, state: BatchState, draft: Draft) -> Draws:
-        """The draws of a round; certain tokens are verified by the draws of plain decoding, at every depth."""
+        """Return the draws of a round; certain drafts are verified with the draws of plain decoding, at every depth."""
         num_tokens = draft.num_tokens
         draws = self.uniforms.split(state.uniforms(), num_tokens)
         if num_tokens and draft.is_certain and not self.verifier.rule.takes_best:
@@ -419,7 +423,7 @@ class Round:
         return draws
 
     def _forced(self, state: BatchState, draft: Draft) -> Tensor | None:
-        """The lengths (B, 1) that rounds accept whatever the target says; None leaves them to the rule."""
+        """Return the lengths (B, 1) that rounds accept regardless of the target; None if the rule decides."""
         forced = self.verifier.forced if draft.num_tokens else None
         return forced.lengths(state.lengths_B - state.prompt_lengths_B) if forced else None
 
@@ -438,18 +442,18 @@ class Round:
         repeats: bool,
         behind: Sequence[Stage] = (),
     ) -> Stage:
-        """Make a stage of a function of these arguments, its bucket if it reads a cache, the batch and values.
+        """Make a stage of a function of `arguments`, the bucket if it reads a cache, the batch and values.
 
-        All that decides which operators the function calls is among its arguments.
+        `arguments` have all that decides which operators the function calls.
         """
         given = (*arguments, bucket) if bucket else arguments
         operators = function, arguments
         return Stage(name, partial(function, *given), operators, bucket, reads, repeats, (*behind,), self.verifier.comm)
 
     def longest(self, choice: DraftChoice) -> int | None:
-        """The longest rows that a round drafts for, which decodes longer ones plainly; None for all.
+        """Return the length, with tokens in flight, up to which a round drafts for rows; None if it drafts for all.
 
-        Tokens in flight count as text.
+        Longer rows are decoded plainly.
         """
         drafter = self.drafters[choice.source] if choice.num_tokens else None
         return drafter.longest(choice.num_tokens) if isinstance(drafter, LimitedDrafter) else None
@@ -460,7 +464,7 @@ class Round:
 
     @property
     def may_shorten(self) -> bool:
-        """Whether rows that take fewer drafted tokens have the same text if no more are drafted."""
+        """Whether a row that takes fewer drafted tokens has the same text if only these are drafted."""
         return self.verifier.rule.goes_by_token and not (
             self.tree or self.has_limit or self.num_ahead or self.verifier.forced
         )
@@ -492,7 +496,7 @@ class Round:
             drafter.allocate(batch_size=batch_size, num_slots=num_slots)
 
     def forget_texts(self) -> None:
-        """Let no drafter copy from texts of earlier runs, where the same ones follow."""
+        """Let drafters forget texts of earlier runs, which would help too much if the same texts follow."""
         for drafter in self.drafters:
             if isinstance(drafter, Remembering):
                 drafter.forget()
@@ -523,9 +527,10 @@ class Round:
     ) -> None:
         """Read R prompts into their rows of the caches and sample each one's first token; see `read_prompts`.
 
-        They become rows of the batch `state`. The host knows their `lengths` as well. The drafters at the places `late`
-        read them later (`read_late`). `deliver` gets the result of these rows; see `BatchState.commit`. A single rank
-        gives it away before its drafters read; several would wait for each other there.
+        They become rows of the batch `state`. The host knows their `lengths` as well. The drafters whose indices are in
+        `late` read them later (`read_late`). `deliver` is called with the result of these rows; see
+        `BatchState.commit`. On a single rank this comes before the drafters read; several ranks would then wait for
+        each other.
         """
         rows, held, draft_held, saved = zip(*places, strict=True)
         short = self._short(executor, state, "the target's prompts", self.holders[0])
@@ -588,7 +593,10 @@ class Round:
         self.drafters[source].prefill(prompts, rows=rows, buckets=buckets)
 
     def _short(self, executor: Executor, state: BatchState, name: str, comm: Comm | None) -> ShortForwards | None:
-        """Forwards of few tokens of prompts of a model of these ranks, by the executor; None if like many."""
+        """Return what runs forwards of few prompt tokens by the executor, on the ranks of a model.
+
+        None if such forwards are run like those of many tokens.
+        """
         if not executor.repeats_prompts:
             return None
 

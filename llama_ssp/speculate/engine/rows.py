@@ -7,7 +7,7 @@ from llama_ssp.speculate.engine.round import DraftChoice
 
 
 class RowTable:
-    """The rows of a batch, for the host.
+    """The rows of a batch, as the host sees them.
 
     Attributes:
         owners: the completion that decodes in each row, or None.
@@ -41,9 +41,9 @@ class RowTable:
 
 
 def computed_rows(rows: Sequence[int], *, most: int) -> list[int]:
-    """Pad the rows to the next batch size that has a trace, at most `most`, by repeating the first one.
+    """Pad the rows to the next batch size that is traced, at most `most`, by repeating the first row.
 
-    Sizes are powers of two, and half as many more, since each has its own traces.
+    Such sizes are powers of two and one and a half times these; they are few, since each has traces of its own.
     """
     power = 1 << (len(rows) - 1).bit_length()
     size = min(power * 3 // 4 if len(rows) <= power * 3 // 4 else power, most)
@@ -51,10 +51,10 @@ def computed_rows(rows: Sequence[int], *, most: int) -> list[int]:
 
 
 class Backlog:
-    """Tokens of the rows' texts that drafters have not read: whole prompts, and the tokens of rounds without them.
+    """Counts tokens that drafters have not read: prompts, and tokens of rounds in which they did not draft.
 
     Attributes:
-        num_tokens: of each drafter, the tokens that it has to read before it drafts.
+        num_tokens: for each drafter, the tokens that it has to read before it drafts.
     """
 
     def __init__(self, num_drafters: int) -> None:
@@ -69,7 +69,7 @@ class Backlog:
         return taken
 
     def add_prompts(self, source: int, rows: Sequence[int], lengths: Sequence[int]) -> None:
-        """Enter prompts that a drafter has not read."""
+        """Record prompts that a drafter has not read."""
         self._prompts[source].update(zip(rows, lengths, strict=True))
         self._add_up()
 
@@ -81,7 +81,7 @@ class Backlog:
         self._add_up()
 
     def begin(self) -> None:
-        """Record that all rows are new, so that drafters read them whole."""
+        """Record that all rows are new: no tokens of rounds were skipped, and whole prompts have to be read."""
         self._num_skipped = [0] * len(self._num_skipped)
         self._add_up()
 

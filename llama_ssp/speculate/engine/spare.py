@@ -19,28 +19,29 @@ from llama_ssp.models.runner import Runner
 
 
 class SpareRows:
-    """Copies of rows of a target and of its taps, on this rank; their memory is taken with the first of them.
+    """Copies of rows of a target and of its taps, on this rank; memory is allocated when the first row is copied.
 
-    It is `kept` where other decoders of the same models find it: only the last one that decoded holds texts.
+    The list `kept` has the tensors, which other decoders of the same models share; only the decoder that ran last holds
+    texts in them.
     """
 
     def __init__(self, target: Runner, taps: Taps | None, num_rows: int, kept: list[Tensor]) -> None:
         self._target, self._taps, self._num_rows, self._kept = target, taps, num_rows, kept
 
     def keep(self, row: int, spare: int, num_tokens: int) -> None:
-        """Copy the first tokens of a row."""
+        """Copy the first tokens of a row to a spare row."""
         for kept_ABSW, rows_ABSW in self._pairs():
             number = min(num_tokens, rows_ABSW.shape[2])  # of a window's taps, which other decoders may have more of
             kept_ABSW[:, spare, :number].copy_(rows_ABSW[:, row, :number])
 
     def fetch(self, spare: int, row: int, num_tokens: int) -> None:
-        """Copy them back to a row."""
+        """Copy the first tokens of a spare row back to a row."""
         for kept_ABSW, rows_ABSW in self._pairs():
             number = min(num_tokens, rows_ABSW.shape[2])
             rows_ABSW[:, row, :number].copy_(kept_ABSW[:, spare, :number])
 
     def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Each tensor of the kept rows, and that of the batch's rows, which may have grown since."""
+        """Yield each tensor of spare rows, enlarged if necessary, with the tensor of the batch's rows."""
         for number, rows_ABSW in enumerate(self._rows()):
             num_parts, _, num_slots, width = rows_ABSW.shape
             before = self._kept[number] if number < len(self._kept) else None

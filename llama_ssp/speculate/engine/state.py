@@ -42,15 +42,17 @@ class Request:
     Attributes:
         index: the prompt's index in its file, which no uniform depends on.
         prompt_ids: token ids, at least one.
-        sample: which of several samples of this prompt.
+        sample: number of this sample among several of the prompt.
         num_equal_before: how many equal prompts came before it (`count_equal_before`).
-        seed, sampling, stops: in place of the run's.
-        ignores_eos: it goes on after an end-of-sequence token.
+        seed, sampling, stops: replace those of the run; None to take the run's.
+        ignores_eos: whether it continues after an end-of-sequence token.
         num_draft_tokens: the most drafted tokens of a round that become its text, in batches whose rows have settings
             of their own; 0 decodes plainly, None takes all.
-        stop_ids: further tokens that end it, and stay in it.
-        begin: begins the constraint of its text, which has been prepared; None to prepare it with its row.
-        keeps_lengths: rounds draft as many tokens as they may while it decodes, since its text depends on the number.
+        stop_ids: more tokens that end it, and stay in its text.
+        begin: begins the constraint of its text, which has been prepared; None to prepare it when the request gets a
+            row.
+        keeps_lengths: whether rounds draft as many tokens as they may while it decodes, since its text depends on the
+            number.
     """
 
     index: int
@@ -113,9 +115,10 @@ class BatchState(NamedTuple):
     def empty(
         cls, batch_size: int, *, num_slots: int, num_rounds: int, table: UniformTable, num_settings: int = 0
     ) -> "BatchState":
-        """A batch whose rows have all ended, with two tokens each, because a round reads two even of vacant rows.
+        """Make a batch whose rows have all ended. Each has two tokens, because a round reads two even of vacant rows.
 
-        Their uniforms differ, the same on every rank, so that a timed round drafts the different tokens of a text.
+        The rows' uniforms differ, but are the same on every rank, so that a timed round drafts different tokens as in a
+        text.
         """
         tokens_BS = torch.zeros(batch_size, num_slots, dtype=torch.int64, device=table.device)
         shape = batch_size, num_rounds, table.num_uniforms
@@ -185,12 +188,12 @@ class BatchState(NamedTuple):
             own.index_copy_(0, rows_R, new)
 
     def some(self, rows_R: Tensor) -> "BatchState":
-        """Copies of some rows, in this order; one may be there several times. They share the uniforms."""
+        """Return copies of some rows, in this order, with the same uniforms; a row may be repeated."""
         parts = [part.index_select(0, rows_R) for part in self[:-2]]
         return BatchState._make([*parts, self.uniforms_BMN, rows_R])
 
     def take(self, some: "BatchState") -> None:
-        """Take over what a round has changed in copies of some rows."""
+        """Copy what a round has changed in `some` rows back to the batch."""
         for name in ("tokens_BS", "lengths_B", "ahead_B"):
             getattr(self, name).index_copy_(0, some.places_B, getattr(some, name))
 
@@ -210,8 +213,8 @@ class BatchState(NamedTuple):
     def commit(self, decision: Decision, *drafted_ids_BK: Tensor) -> Tensor:
         """Append the tokens decided on a chain to the text, up to each row's limit.
 
-        The drafted tokens, if any, are in `tokens_BS` already. Returns the round's result (B, K + 3), int64: these,
-        -1 for one that does not count, then the decision, not cut at the limits.
+        The drafted tokens, if any, are in `tokens_BS` already. Returns the round's result (B, K + 3), int64: the
+        drafted tokens, -1 for one that does not count, then the decision, which is not cut at the limits.
         """
         lengths_B1 = self.lengths_B.unsqueeze(1)
         lengths_B1.add_(decision.node_B1)
@@ -222,7 +225,7 @@ class BatchState(NamedTuple):
     def vacate(self, rows: int | slice, *, length: int = 2) -> None:
         """Reset rows in place, as in an empty batch: later rounds may read fewer slots than these rows have filled.
 
-        Rows of another `length` cost as much as rows of that length.
+        A vacant row of another `length` costs as much as a row with that many tokens.
         """
         # A number that is assigned to an index is copied from the host, which waits for a GPU.
         self.lengths_B[rows].fill_(length)

@@ -40,7 +40,7 @@ class IncrementalText:
         self._accepted = False
 
     def push(self, token_ids: Sequence[int], *, num_accepted: int = 0) -> list[Piece]:
-        """Add the row's new ids, with any that end the text; the first `num_accepted` were drafted and accepted.
+        """Add the row's new ids, including any that end the text; the first `num_accepted` were drafted and accepted.
 
         Returns the complete characters. Each belongs to the token that completes it.
         """

@@ -5,11 +5,11 @@ from contextlib import AbstractContextManager, nullcontext
 
 
 class Threads:
-    """Torch's own number of threads.
+    """The number of threads; this class leaves it as torch has it.
 
     Attributes:
         slowness: average time of a round by number of threads, where numbers are compared; see `run.slowness`.
-        is_undecided: a number has not been tried yet.
+        is_undecided: whether a number has not been tried yet.
     """
 
     @property
@@ -23,8 +23,8 @@ class Threads:
         return False
 
     def in_use(self) -> AbstractContextManager[None]:
-        """Compute the block with the chosen number of threads, and what follows with as many as before."""
+        """Run the block with the chosen number of threads, and restore the earlier number afterwards."""
         return nullcontext()
 
     def after_round(self, work: Hashable, seconds: float) -> None:
-        """Take in the time of a round; rounds of equal `work` do the same."""
+        """Record the time of a round; rounds of equal `work` compute the same."""

@@ -33,8 +33,8 @@ class Decision(NamedTuple):
     Attributes:
         node_B1: see `Verdict`.
         next_ids_B1: the token that follows.
-        flags_B1: STOP_REQUESTED or NEWS if the deciding rank has announced it, plus NOT_A_NUMBER in rows whose logits
-            are NaN, plus EMPTY in rows whose masks and bans leave no token, plus GOES_ON where the next token is
+        flags_B1: the sum of STOP_REQUESTED or NEWS if the deciding rank has announced it, NOT_A_NUMBER in rows whose
+            logits are NaN, EMPTY in rows whose masks and bans leave no token, and GOES_ON in rows whose next token is
             drafted too, so that the tokens after it stay in flight (`overlap`).
     """
 
@@ -91,7 +91,7 @@ class Verifier:
             self._flags_11.fill_(flags)
 
     def rows_with_masks(self, batch_size: int) -> slice:
-        """The rows whose masks this rank needs: of these it processes logits."""
+        """Return the rows whose masks this rank needs, because it processes their logits."""
         return self.own_rows(batch_size) if self._split or self._runs_rule else slice(0, 0)
 
     def process(self, logits_BTV: Tensor, context: Context | None = None) -> Tensor:
@@ -108,11 +108,11 @@ class Verifier:
         bits_BTX: Tensor | None = None,
         forced_B1: Tensor | None = None,
     ) -> Decision:
-        """Accept a path of the draft, maybe of no node, and choose the token that follows. A draft may have no tokens.
+        """Accept a path of the draft, which can be empty, and choose the next token; a draft may have no tokens.
 
         The logits are the target's after the last token and after each node, `bits_BTX` the masks at the same
-        positions. `forced_B1` is how many tokens are accepted whatever the target says, if it is given. Where the rows
-        are split over ranks, each rank decides for its own rows, and any rank can ask to stop.
+        positions. `forced_B1`, if given, is how many tokens are accepted regardless of the target. If the rows are
+        split over ranks, each rank decides for its own rows, and any rank can ask to stop.
         """
         given = draft.ids_BK, logits_BTV, context, bits_BTX, draws, draft.num_B1, forced_B1
 
@@ -137,9 +137,9 @@ class Verifier:
         return self.decide(find, batch_size=len(draft.ids_BK))
 
     def decide(self, find: Callable[[slice | None], tuple[Verdict, Tensor | None]], *, batch_size: int) -> Decision:
-        """Find a verdict on the ranks that run the rule, for all rows or some, and give all ranks the decision.
+        """Find the verdict on the ranks that run the rule, for all rows or their own; give all ranks the decision.
 
-        With masks, `find` also returns the places (B, T) that leave no token.
+        With masks, `find` also returns which positions (B, T) leave no token.
         """
         if self.comm.size == 1:
             return self._decision(*find(None))

@@ -91,7 +91,7 @@ class ByRow:
 
 
 def _rows(needs_B: Tensor, most: int) -> Tensor | None:
-    """The rows that need a step, and others up to `most`, which it does not change; None for all rows."""
+    """Return `most` rows, first those that need a step; the step changes nothing in the others. None for all rows."""
     return needs_B.to(torch.uint8).sort(descending=True, stable=True).indices[:most] if most < len(needs_B) else None
 
 
@@ -128,7 +128,7 @@ def _penalized(logits_BTV: Tensor, context: Context) -> Tensor:
 
 
 def _ends(context: Context, vocab_size: int) -> Tensor:
-    """Whether a token ends the text of a row (B, 1, V)."""
+    """Return which tokens end the text of each row: (B, 1, V)."""
     ids_BE = context.sampling_BX[:, -MOST_ENDS:].long()
     is_known_BE = (ids_BE >= 0) & (ids_BE < vocab_size)
     counts_BV = torch.zeros(len(ids_BE), vocab_size, device=ids_BE.device)
@@ -136,7 +136,7 @@ def _ends(context: Context, vocab_size: int) -> Tensor:
 
 
 def _filter(found: SortedCandidates, numbers_BF: Tensor, needed: frozenset[str]) -> None:
-    """Apply filters to the rows that have them; see `processors.processor`."""
+    """Apply filters to the rows that need them; see `processors.processor`."""
     for one, number_B in zip(filters(), numbers_BF.unbind(1), strict=True):
         if one.name in needed:
             number_B11 = number_B[:, None, None]

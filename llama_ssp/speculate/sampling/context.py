@@ -31,13 +31,13 @@ class DraftMasks(Protocol):
 
 
 class Rows(NamedTuple):
-    """Rows of a batch: token ids, `lengths_B` of them prompt and text, the keys of their uniforms, the prompts.
+    """Rows of a batch: token ids, of which `lengths_B` are prompt and text, keys of their uniforms, lengths of prompts.
 
     Drafted tokens may follow the text; later slots are undefined. For `sampling_BX` see `by_row`. `forced_BK` has
-    tokens that a drafter takes in place of its own, and -1 elsewhere; K is 0 if there are none. A row goes on up to
-    `limits_B` tokens; if that is empty, all rows go on. `places_B` are their rows in caches, and in tables of a
-    drafter's own; it is empty if these are all rows, in order. `masks` are of rows with constraints, if there are any.
-    `steps` are those that rows with settings of their own need.
+    tokens that a drafter takes in place of its own, and -1 elsewhere; K is 0 if there are none. A row can grow up to
+    `limits_B` tokens; if that is empty, no row has ended. `places_B` has the numbers of the rows in caches and in
+    tables of a drafter; it is empty if these are all rows, in order. `masks` are those of rows with constraints, if
+    there are any. `steps` are those that rows with settings of their own need.
     """
 
     tokens_BS: Tensor
@@ -53,15 +53,15 @@ class Rows(NamedTuple):
 
     @property
     def places(self) -> Tensor | None:
-        """`places_B`, None if there are none; see `Runner.forward`."""
+        """`places_B`, or None if it is empty; see `Runner.forward`."""
         return self.places_B if self.places_B.shape[0] else None
 
     def before(self, last_BT: Tensor) -> "Context":
-        """The context of positions whose last known token stands at `last_BT` (B, T)."""
+        """Return the context of positions, given the indices (B, T) of the last known token before each."""
         return Context(self.tokens_BS, self.keys_B, self.prompt_lengths_B, last_BT, self.sampling_BX, self.steps)
 
     def some(self, rows: slice) -> "Rows":
-        """Some of the rows."""
+        """Return some of the rows."""
         return Rows._make([part if isinstance(part, RowSteps | None) else part[rows] for part in self])
 
 
@@ -87,12 +87,15 @@ Penalty = Callable[[Tensor, Context], Tensor]
 
 
 def penalty(sampling: SamplingConfig, shard: Shard = WHOLE) -> Penalty | None:
-    """The changes of a sampling config, biases first and bans last, as in transformers; None without any."""
+    """Compose the changes of logits that a sampling config asks for; None if it asks for none.
+
+    As in transformers, biases come first and bans last.
+    """
     return _Changes(sampling, shard) if sampling.penalizes else None
 
 
 class _Changes:
-    """An object, since executors find the tensors that it keeps (`workspaces.find_tensors`)."""
+    """The changes of `penalty`; an object, in which executors find the tensors (`workspaces.find_tensors`)."""
 
     def __init__(self, sampling: SamplingConfig, shard: Shard) -> None:
         self._sampling, self._shard = sampling, shard
@@ -119,7 +122,7 @@ class _Changes:
         return logits_BTV + self._biases[key]
 
     def _banned(self, logits_BTV: Tensor, context: Context, ids: range) -> Tensor:
-        """Bad words are never completed, and no end-of-sequence token is among the first new tokens."""
+        """Ban each token that would complete a bad word, and end-of-sequence tokens among the first new tokens."""
         logits_BTV, last_BT = logits_BTV.clone(), context.last_BT
         is_first_BT = last_BT + 1 - context.prompt_lengths_B[:, None] < (self._sampling.min_new_tokens or 0)
         banned = [(token, is_first_BT) for token in self._sampling.eos_ids if self._sampling.min_new_tokens]
@@ -136,7 +139,7 @@ class _Changes:
 
 
 class TokenCounts:
-    """How often the tokens of `ids` stand before each scored position (`settings.processors.Counts`), counted once."""
+    """How often the tokens of `ids` occur before each scored position (`settings.processors.Counts`), counted once."""
 
     def __init__(self, context: Context, ids: range, *, vocab_size: int) -> None:
         self._context, self._own, self._vocab_size = context, slice(ids.start, ids.stop), vocab_size

@@ -18,9 +18,9 @@ class Verdict(NamedTuple):
     """The path that is accepted, and the token that follows it: resampled or bonus.
 
     Attributes:
-        node_B1: the path's last node, 0 for none; of a chain this is how many tokens are accepted.
-        weights_B1: the weight of the next token: NaN if the logits after the accepted tokens contain NaN, or any other
-            logits that the rule has decided by.
+        node_B1: the path's last node, 0 for an empty path; in a chain this is the number of accepted tokens.
+        weights_B1: the weight of the next token: NaN if the logits after the accepted tokens contain NaN, or other
+            logits on which the verdict depends do.
     """
 
     node_B1: Tensor
@@ -28,16 +28,16 @@ class Verdict(NamedTuple):
     weights_B1: Tensor
 
     def noting(self, numbers_BX: Tensor) -> "Verdict":
-        """Make the weight NaN if one of these compared numbers is NaN: no path is accepted by comparing NaN."""
+        """Make the weight NaN if one of these numbers is NaN, since comparisons with NaN accept nothing."""
         return self._replace(weights_B1=torch.add(self.weights_B1, numbers_BX.sum(1, keepdim=True), alpha=0.0))
 
     def where(self, is_other_B1: Tensor, other: "Verdict") -> "Verdict":
-        """Take another verdict in some rows."""
+        """Replace the verdict by another one in some rows."""
         return Verdict(*(torch.where(is_other_B1, *parts) for parts in zip(other, self, strict=True)))
 
 
 class PointMass(NamedTuple):
-    """The law of tokens that are a function of the text, as of greedy drafts: probability 1 at each."""
+    """The distribution of tokens that are a function of the text, such as greedy drafts: each has probability 1."""
 
 
 Law = Tensor | PointMass
@@ -53,15 +53,15 @@ class Chain(NamedTuple):
     """The nodes of a chain."""
 
     def accept(self, ids_BK: Tensor, chosen_BT: Tensor, weights_BT: Tensor) -> Verdict:
-        """Accept the path of certain tokens that the target chooses; the next token is its choice too.
+        """Accept the path of certain tokens that the target chooses as well; the target also chooses the next token.
 
-        The target chooses by numbers of each place alone, or its best tokens, so the text is plain decoding's,
-        whatever is drafted.
+        The target chooses by random numbers of each position alone, or takes its best tokens, so the text is that of
+        plain decoding, whatever is drafted.
 
         Args:
-            ids_BK: of the drafted tokens.
+            ids_BK: the drafted tokens.
             chosen_BT: the token that the target draws after each node, or its best one.
-            weights_BT: the weights of these.
+            weights_BT: the weights of these tokens.
         """
         if not ids_BK.shape[1]:
             return Verdict(torch.zeros_like(chosen_BT), chosen_BT, weights_BT)
@@ -69,11 +69,11 @@ class Chain(NamedTuple):
         return Verdict(node_B1, chosen_BT.gather(-1, node_B1), weights_BT.gather(-1, node_B1))
 
     def at_nodes(self, places_BTP: Tensor) -> Tensor:
-        """Gather values (B, T), one for each depth after the text, to nodes: each gets that of its children's depth."""
+        """Give each node the value (B, T) of its children's depth, given a value for each depth after the text."""
         return places_BTP
 
     def until(self, nothing_BT: Tensor, node_B1: Tensor) -> Tensor:
-        """The first node, on the path to a node, after which nothing may follow; without one that node itself."""
+        """Return the first node on the path to `node_B1` after which no token may follow, or else `node_B1`."""
         return node_B1.minimum((nothing_BT.cumsum(1) == 0).sum(1, keepdim=True))
 
 
@@ -84,8 +84,8 @@ class Topology(NamedTuple):
         parents_BN: the parent of each drafted node, int64.
         depths_BT: the depth of each node, 0 for the root.
         ancestors_BTT: whether row node sees column node: itself and its ancestors.
-        paths_BTD: the nodes from the root's child to each node. Beyond its depth the numbers count on as in a chain, so
-            that moving slot `path[k]` to slot k + 1, in order, moves no slot after the path.
+        paths_BTD: the nodes from the root's child to each node. After the node's own depth the numbers continue as in a
+            chain, so that moving slot `path[k]` to slot k + 1, in order, moves no slot after the path.
     """
 
     parents_BN: Tensor
@@ -120,13 +120,13 @@ class Topology(NamedTuple):
         return torch.where(ends_BT.any(1, keepdim=True), ends_BT.long().argmax(1, keepdim=True), node_B1)
 
     def path_to(self, node_B1: Tensor) -> tuple[Tensor, Tensor]:
-        """The path to a node: how many nodes it has (B, 1), and a row of `paths_BTD`, (B, D)."""
+        """Return the path to a node: its number of nodes (B, 1), and the node's row of `paths_BTD`, (B, D)."""
         index_B1D = node_B1[..., None].expand(-1, -1, self.paths_BTD.shape[2])
         return self.depths_BT.gather(1, node_B1), self.paths_BTD.gather(1, index_B1D)[:, 0]
 
 
 def find_topology(parents_BN: Tensor, *, depth: int) -> Topology:
-    """The topology of trees up to D = `depth` deep by the parents of their nodes, which have smaller numbers."""
+    """Make the topology of trees of depth D = `depth`, given the parents of their nodes, which have smaller numbers."""
     up_BT = pad(parents_BN, (1, 0))  # the root is its own parent
     nodes_BT = torch.ones_like(up_BT).cumsum(1) - 1
     found = [nodes_BT]
@@ -144,12 +144,13 @@ def find_topology(parents_BN: Tensor, *, depth: int) -> Topology:
 
 
 class Draft(NamedTuple):
-    """Drafted tokens, the law that each was drawn from, and their tree.
+    """Drafted tokens, the distribution that each was drawn from, and their tree.
 
     Attributes:
-        num_B1: the number of tokens of a chain that count in each row, above K where all do; the others are as if they
-            had not been drafted. Of a tree nothing counts in rows where it is 0. Whether a token counts may depend on
-            the text and the tokens before it, not on itself or later ones. Empty if all tokens of all rows count.
+        num_B1: the number of tokens of a chain that count in each row; a number above K counts all. The other tokens
+            are treated as not drafted. In a tree, a row with 0 has no token that counts. Whether a token counts may
+            depend on the text and the tokens before it, not on itself or later ones. Empty if all tokens of all rows
+            count.
     """
 
     ids_BK: Tensor
@@ -164,7 +165,7 @@ class Draft(NamedTuple):
 
     @property
     def is_certain(self) -> bool:
-        """Whether nothing was drawn."""
+        """Whether no token was drawn: each is a function of the text."""
         return isinstance(self.law, PointMass)
 
     @property
@@ -189,12 +190,12 @@ class Draft(NamedTuple):
         return self.ids_BK.masked_fill(torch.ones_like(self.ids_BK).cumsum(1) > self.num_B1, -1)
 
     def at_most(self, most_B1: Tensor) -> "Draft":
-        """The draft, of which no more than these numbers (B, 1) of tokens count; of a tree nothing where that is 0."""
+        """Return the draft with at most `most_B1` tokens of each row counted; a tree counts nothing in rows with 0."""
         num_B1 = self.num_B1.minimum(most_B1) if isinstance(self.num_B1, Tensor) else most_B1
         return self._replace(num_B1=num_B1)
 
     def first(self, num_tokens: int = 1) -> "Draft":
-        """The chain of its first tokens alone."""
+        """Return the chain of its first `num_tokens` tokens."""
         ids_BK = self.ids_BK[:, :num_tokens]
         if not num_tokens:
             return Draft(ids_BK)
@@ -205,7 +206,7 @@ class Draft(NamedTuple):
         return Draft(ids_BK, law_BTV, num_B1=self.num_B1)
 
     def followed_by(self, other: "Draft") -> "Draft":
-        """The chain of the tokens of two chains."""
+        """Return the chain that consists of the tokens of this chain and of another one."""
         ids_BK = torch.cat([self.ids_BK, other.ids_BK], dim=1)
         if self.is_certain or other.is_certain:
             return Draft(ids_BK)

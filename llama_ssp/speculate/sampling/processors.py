@@ -124,7 +124,7 @@ def draw(weights_BV: Tensor, uniforms_BP: Tensor, *, units: float = DRAW_UNITS) 
 
 
 def own_operator(operation: str, numbers: Tensor) -> Callable[..., Tensor] | None:
-    """The device's operator for numbers of up to 32 bits in place of a function of this module or of `shards`."""
+    """Return the device's operator that replaces a function here or in `shards`, for numbers of up to 32 bits."""
     is_short = numbers.dtype.itemsize <= torch.float32.itemsize
     return made(operation, numbers.device.type) if is_short else None
 
@@ -134,14 +134,14 @@ made = cache(operators.made)
 
 
 def some_draws(num_rows: int) -> tuple[Tensor, Tensor]:
-    """Weights of 1000 tokens, and uniforms, that a draw is tried with."""
+    """Return weights of 1000 tokens, and uniforms, for trying out a kernel of draws."""
     generator = torch.Generator().manual_seed(0)
     weights_BV = torch.randn(num_rows, 1000, generator=generator).softmax(-1)
     return weights_BV, torch.rand(num_rows, 2, generator=generator, dtype=torch.float64)
 
 
 def draw_units(units_BV: Tensor, uniforms_BP: Tensor, *, vocab_size: int) -> Tensor:
-    """`draw` by torch's operators, of weights in units."""
+    """Do what `draw` does with operators of torch, for weights that have been multiplied by `DRAW_UNITS`."""
     block_size = tokens_of_a_block(vocab_size)
     num_blocks = -(-vocab_size // block_size)
     num_missing = num_blocks * block_size - vocab_size

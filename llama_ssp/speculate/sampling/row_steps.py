@@ -16,11 +16,11 @@ class RowSteps:
     """Steps that the rows of a batch need now.
 
     Attributes:
-        filters: the names of filters that a row needs; with `few`, of all if a row needs one.
-        penalizes: a row needs a penalty, a bias or a ban.
-        has_greedy: a row is greedy, or needs another step, which costs more than the one for greedy rows.
-        most: at least the rows that truncate, and the rows that are penalized: one of few numbers.
-        limits: a row takes fewer drafted tokens than others.
+        filters: names of the filters that some row needs; with `few`, of all filters if any is needed.
+        penalizes: whether a row needs a penalty, a bias or a ban.
+        has_greedy: whether a row is greedy, or needs another step, which costs more than the step for greedy rows.
+        most: one of few numbers, at least that of the rows with filters and that of the rows with penalties.
+        limits: whether a row takes fewer drafted tokens than others.
     """
 
     has_greedy: bool = False

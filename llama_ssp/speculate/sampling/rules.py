@@ -38,10 +38,10 @@ _HINT_OF_TARGET = 2.0**-50
 def verify_speculative(draft: Draft, target_probs_BTV: Tensor, *, draws: Draws, shard: Shard = WHOLE) -> Verdict:
     """Accept the longest prefix of the draft that keeps the target's distribution.
 
-    The target's probabilities are of K + 1 positions, after the same processors as the draft's; both are of the tokens
-    of `shard`, whose ranks find the same verdict together. At the first rejection the next token is drawn from the
-    residual, the positive part of target minus draft. After K acceptances, or if rounding leaves no residual, it is
-    drawn from the target's row.
+    The target's probabilities are of K + 1 positions, after the same processors as the draft's. Both cover the tokens
+    of `shard`; the ranks that share a vocabulary find the same verdict together. At the first rejection the next token
+    is drawn from the residual, the positive part of target minus draft. After K acceptances, or if rounding leaves no
+    residual, it is drawn from the target's row.
 
     Source: Chen et al. 2023, arXiv:2302.01318, Algorithm 2; Leviathan et al. 2023, arXiv:2211.17192, Algorithm 1.
     """
@@ -57,7 +57,7 @@ def verify_speculative(draft: Draft, target_probs_BTV: Tensor, *, draws: Draws, 
 
 
 def verify_block(draft: Draft, target_probs_BTV: Tensor, *, draws: Draws, shard: Shard = WHOLE) -> Verdict:
-    """Accept the longest prefix that passes as a whole: lossless, with more accepted tokens on average.
+    """Accept the longest prefix that passes a joint test: lossless, with more accepted tokens on average.
 
     Let p_i be the running product of target over draft probabilities, clipped to 1 at every step, and S_i the sum of
     the positive part of p_i target - draft after i tokens. A prefix of i tokens passes with probability
@@ -102,19 +102,19 @@ class Rule:
     Args:
         process: makes probabilities of logits, after `penalize`; None at temperature 0.
         verify: verifies by these probabilities; None for a rule that takes the token with the largest score.
-        races: every token runs a race with its probability as speed, by random numbers of its position alone. The
-            winner is drawn from the probabilities (the exponential race, or Gumbel-max). A drafted token is accepted
-            if it wins the target's race too, so the text is the same for every draft, and without one.
-            Source: Daliri et al. 2024, arXiv:2408.07978.
-        reads_best: a rule that takes the largest logit reads `Reads.best` alone, if `shard` is whole.
-        shard: of the logits, probabilities and scores of this rank.
+        races: whether each token runs a race with its probability as speed, by random numbers of its position alone.
+            The winner is drawn from the probabilities (the exponential race, or Gumbel-max). A drafted token is
+            accepted if it wins the target's race too, so the text is the same for every draft, and without one. Source:
+            Daliri et al. 2024, arXiv:2408.07978.
+        reads_best: whether a rule that takes the largest logit reads only `Reads.best`, if `shard` is whole.
+        shard: the shard of the logits, probabilities and scores that this rank has.
 
     Attributes:
         reads: the part of a model's logits that it reads.
-        needs_context: `draw` and `process` need the context of their positions.
-        takes_best: a token is the one with the largest score.
-        goes_by_token: whether a drafted token is accepted depends on none after it.
-        is_by_row: rows have settings of their own.
+        needs_context: whether `draw` and `process` need the context of their positions.
+        takes_best: whether it chooses the token with the largest score.
+        goes_by_token: whether accepting a drafted token depends on no later token.
+        is_by_row: whether rows have settings of their own.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ class Rule:
         return Verdict(node_B1, ids_B1, self._weights(scores_B1V, ids_B1))
 
     def _weights(self, scores_BTV: Tensor, ids_BT: Tensor) -> Tensor:
-        """Return a score (B, T) for each position of the output of `process`: NaN where `choose` cannot draw."""
+        """Return a weight (B, T) for each position of the output of `process`, NaN where `choose` cannot draw."""
         if self.takes_best and not self._has_best:
             return scores_BTV.gather(-1, ids_BT[..., None])[..., 0]
         return scores_BTV[..., 0]
@@ -181,10 +181,10 @@ class Rule:
     def process_allowed(
         self, logits_BTV: Tensor, context: Context | None, forbidden_BTV: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Process the target's logits without forbidden tokens; returns also the places (B, T) that leave no token.
+        """Process the target's logits without forbidden tokens; returns also which positions (B, T) leave no token.
 
-        A place that leaves none has probability 0 for every token, so that no path goes on there; the host ends a row
-        that reaches it.
+        At such a position every token has probability 0, so that no path continues there; the host ends a row that
+        reaches it.
         """
         scores_BTV = self.process(logits_BTV.masked_fill(forbidden_BTV, float("-inf")), context)
         top_BT = scores_BTV[..., 0] if self._has_best else scores_BTV.amax(-1)
@@ -192,7 +192,10 @@ class Rule:
         return scores_BTV if self.takes_best else scores_BTV.masked_fill(nothing_BT[..., None], 0.0), nothing_BT
 
     def verify(self, draft: Draft, target_BTV: Tensor, *, draws: Draws) -> Verdict:
-        """Verify a draft, whose law may be whole, against `process` of the target's logits at K + 1 positions."""
+        """Verify a draft against the target's logits at K + 1 positions, as `process` returns them.
+
+        The draft's distribution may cover the whole vocabulary, even if this rank has a shard.
+        """
         if self._verify and not draft.is_certain:
             over = {} if self.shard.is_whole else {"shard": self.shard}
             return self._verify(draft._replace(law=self.shard.own(draft.drawn_law)), target_BTV, draws=draws, **over)
@@ -203,26 +206,26 @@ class Rule:
         return draft.nodes.accept(draft.ids_BK, chosen_BT, self._weights(target_BTV, chosen_BT))
 
     def accepting(self, lengths_B1: Tensor, target_BTV: Tensor, *, draws: Draws) -> Verdict:
-        """Accept `lengths_B1` drafted tokens, whatever the target says, and draw the next one as in plain decoding."""
+        """Accept `lengths_B1` drafted tokens regardless of the target; draw the next token as plain decoding does."""
         index_B1V = lengths_B1[..., None].expand(-1, -1, target_BTV.shape[-1])
         places_B1 = lengths_B1.clamp_max(draws.plain_BTP.shape[1] - 1)  # one draw serves every place of a drawn draft
         uniforms_B1P = draws.plain_BTP.gather(1, places_B1[..., None].expand(-1, -1, draws.plain_BTP.shape[-1]))
         return self.plain(target_BTV.gather(1, index_B1V), uniforms_B1P, lengths_B1)
 
     def at_most(self, verdict: Verdict, most_B1: Tensor, target_BTV: Tensor, *, draws: Draws) -> Verdict:
-        """Accept no more than `most_B1` tokens of a chain, nothing of a tree where that is 0.
+        """Accept no more than `most_B1` tokens of a chain, and none of a tree if that is 0.
 
-        A row that would accept as many draws its next token as plain decoding does. So it is lossless: the text up to
-        there has the target's distribution, and whether more would pass no longer counts.
+        A row that would accept at least `most_B1` draws its next token as plain decoding does. This is lossless: the
+        text up to there has the target's distribution, and whether more tokens would pass does not matter.
         """
         at_most_B1 = self.accepting(most_B1.clamp_max(target_BTV.shape[1] - 1), target_BTV, draws=draws)
         return verdict.where(verdict.node_B1 >= most_B1, at_most_B1)
 
 
 class ForcedLengths:
-    """Numbers of drafted tokens that rounds of a row accept, for times at a given acceptance; the text is not lossless.
+    """Numbers of drafted tokens that rounds accept, to measure times at a given acceptance; the text is not lossless.
 
-    A row's place in the list follows from its new tokens, so that no round needs a number.
+    A row's position in the list follows from its new tokens, so that rounds need no number of their own.
 
     Args:
         lengths: of successive rounds; after the last one, the first again.
@@ -233,7 +236,7 @@ class ForcedLengths:
         self._by_place_S = torch.tensor([*by_place], device=device)
 
     def lengths(self, num_new_B: Tensor) -> Tensor:
-        """The lengths (B, 1) of rounds that begin after `num_new_B` tokens, the first of the prompt's forward."""
+        """Return the lengths (B, 1) of rounds that begin after `num_new_B` tokens, the first of them by the prefill."""
         return self._by_place_S[(num_new_B - 1) % len(self._by_place_S)][:, None]
 
 
@@ -248,8 +251,9 @@ def make_rule(
 ) -> Rule:
     """Make the rule of a run; at temperature 0 all rules coincide, and `greedy` needs it (`settings.combinations`).
 
-    For `breaks_ties` see `processor`. `is_cut` says that several ranks share the model whose logits it reads.
-    `of_trees` verifies drawn trees, if drafts are trees. `shard` is of the logits (`planning.spec.draws_over_shards`).
+    For `breaks_ties` see `processor`. `is_cut` says that several ranks share the model whose logits the rule reads.
+    `of_trees` verifies drawn trees, if drafts are trees. `shard` is that of the logits
+    (`planning.spec.draws_over_shards`).
     """
     record = rule_of(verification.rule)
     penalize = penalty(sampling, shard)
@@ -271,14 +275,14 @@ def make_rule(
 def verify_ahead(
     rule: Rule, in_flight: Draft, first: Draft, target_BKV: Tensor, *, ahead_B: Tensor, draws: Draws
 ) -> Verdict:
-    """Examine the tokens in flight and the first of the block that follows.
+    """Examine the tokens in flight and the first token of the block that follows.
 
-    The rule, whose `process` has made `target_BKV`, decides as in any other round, once for K tokens and once for one.
-    K - 1 tokens are in flight in rows where `ahead_B` is K - 1, none where it is 0; of their probabilities the first
-    K - 1 rows count.
+    The rule, whose `process` has made `target_BKV`, decides as in other rounds, once for K tokens and once for one. In
+    rows where `ahead_B` is K - 1, that many tokens are in flight and the former counts; where it is 0, the latter. The
+    probabilities of the tokens in flight are the first K - 1 rows.
 
     Returns:
-        A verdict on the chain of these tokens. Where all of them are accepted, the next token is the last one again.
+        A verdict on the chain of these tokens. If all of them are accepted, the next token is the last of them again.
     """
     verdict = rule.verify(
         first, torch.cat([target_BKV[:, :1]] * 2, dim=1), draws=draws._replace(accept_BK=draws.accept_BK[:, :1])

@@ -28,7 +28,7 @@ class Shard:
     """This rank's part of a vocabulary of `vocab_size` tokens; by default a whole vocabulary of any size.
 
     Attributes:
-        is_whole: this rank has all tokens, and exchanges nothing.
+        is_whole: whether this rank has all tokens, and exchanges nothing.
     """
 
     def __init__(self, comm: Comm | None = None, vocab_size: int = 0) -> None:
@@ -43,12 +43,12 @@ class Shard:
         return range(num_tokens) if self.is_whole else self._own
 
     def own(self, numbers: Tensor) -> Tensor:
-        """This rank's part of numbers (..., V), which may be of the whole vocabulary or of its own tokens."""
+        """Return this rank's part of numbers (..., V), or the numbers themselves if they cover only its tokens."""
         is_own = self.is_whole or numbers.shape[-1] == len(self._own)
         return numbers if is_own else numbers[..., self._own.start : self._own.stop]
 
     def num_of_all(self, num_tokens: int) -> int:
-        """The number of tokens of all ranks together, `num_tokens` of them on this one."""
+        """Return the number of tokens on all ranks together, if this rank has `num_tokens` of them."""
         return num_tokens if self.is_whole else self._vocab_size
 
     def softmax(self, logits: Tensor, *, scale: float) -> Tensor:
@@ -65,7 +65,7 @@ class Shard:
         return (logits - peak).exp_().div_((totals * (peaks - peak).exp()).sum(-1, keepdim=True))
 
     def _joined(self, own: Tensor, *, tokens: int) -> Tensor:
-        """Join the columns of all ranks, each for at most `tokens` tokens."""
+        """Join columns of all ranks; each rank has one for every `tokens` tokens, rounded up."""
         return self._comm.all_gather_last(own, tuple([-(-len(part) // tokens) for part in self._parts]))
 
     def at(self, ids_BK: Tensor, *numbers: Tensor) -> list[Tensor]:

@@ -38,13 +38,13 @@ _LEAST_MASS = 2.0**-100
 class Level(NamedTuple):
     """Nodes of one depth, which the draft reads for the probabilities of their children.
 
-    Nodes of a tree follow the text in the order in which the draft reads them.
+    Nodes of a tree are stored after the text in the order in which the draft reads them.
 
     Attributes:
-        depth: of these nodes.
+        depth: the depth of these nodes.
         ids_BM: their tokens.
-        first: of a tree, the slot of the first of them, where the root has slot 0.
-        parents_BM: their parents, as places among the nodes of the level before; None in a chain.
+        first: in a tree, the slot of the first of them, where the root has slot 0.
+        parents_BM: their parents, as indices among the nodes of the level before; None in a chain.
         sees_BMA: which of the slots from the root to the last of them each of them sees, its own included; None in a
             chain.
     """
@@ -65,12 +65,13 @@ class Tree:
     """A tree of one shape, or one that the draft's probabilities shape.
 
     Attributes:
-        shape: as settings have it.
+        shape: the shape as settings have it.
         num_drafted, depth, num_parents: N, D and I; nodes 0..I - 1 of a static tree have children.
         levels: of a static tree, for each depth from 1 on, the range of its nodes.
         topology: of a static tree, for one row.
         children_TW: of a static tree, the children of each node, W = the largest width; 0 where there is none.
-        by_place_T, places_T: of a static tree, the nodes with children before their parent, and each one's place there.
+        by_place_T, places_T: of a static tree, the nodes ordered with children before their parent, and the index of
+            each node in that order.
     """
 
     def __init__(self, shape: TreeShape, device: torch.device) -> None:
@@ -101,12 +102,12 @@ class Tree:
     def draft(self, read: ReadLevel, uniforms_BKP: Tensor, *, takes_best: bool) -> Draft:
         """Draft a static tree, level by level: drawn children, or the most probable ones.
 
-        The probabilities that they are drawn from stand in the order of their parents.
+        The probabilities that they are drawn from are in the order of their parents.
 
         Args:
             read: see `ReadLevel`.
-            uniforms_BKP: of all nodes; see `draw_children`.
-            takes_best: take the children with the largest scores, without probabilities.
+            uniforms_BKP: the uniforms of all nodes; see `draw_children`.
+            takes_best: whether to take the children with the largest scores, without probabilities.
         """
         if self.shape.is_dynamic:
             return self._grow(read, takes_best=takes_best)
@@ -138,8 +139,8 @@ class Tree:
         """Draft a dynamic tree: the N most probable of the candidates, by the draft's probability of their paths.
 
         The root has W candidates as children, and so have the W most probable candidates of each level but the last.
-        Probabilities are softmax of the logits if the rule takes the best token, else the ones that it draws from. A
-        parent comes before its children among equal candidates, so the chosen ones are a tree.
+        Probabilities are the softmax of the logits if the rule takes the best token, else those that the rule draws
+        from. Among equal candidates a parent comes before its children, so that the chosen ones are a tree.
 
         Source: Li et al. 2024, arXiv:2406.16858, section 4.
         """
@@ -182,16 +183,16 @@ def _children_first(children: list[list[int]], node: int = 0) -> list[int]:
 def draw_children(probs_BMV: Tensor, uniforms_BXP: Tensor) -> Tensor:
     """Draw the children of each node of a level by the uniforms of these children.
 
-    The first child has the probabilities of its node, the second the same without the first's token, and so on. A node
-    with fewer possible tokens than children has some token again; `verify_tree` never accepts it. A node's only child
-    is the token that `draw` draws.
+    The first child has the probabilities of its node; the second has the same without the first one's token, and so on.
+    If a node has fewer possible tokens than children, some child repeats a token; `verify_tree` never accepts that
+    child. A node's only child is the token that `draw` draws.
 
     Args:
         probs_BMV: the draft's probabilities after each node of a level, after the processors.
-        uniforms_BXP: the children's uniforms, at their places in `Draws.draft_BKP`.
+        uniforms_BXP: the children's uniforms, at their indices in `Draws.draft_BKP`.
 
     Returns:
-        The ids (B, X), the children of a node side by side, as nodes are numbered.
+        The ids (B, X), the children of a node next to each other, as nodes are numbered.
     """
     num_rows, num_nodes, vocab_size = probs_BMV.shape
     num_children = uniforms_BXP.shape[1]
@@ -213,23 +214,23 @@ def best_children(scores_BMV: Tensor, *, width: int) -> Tensor:
 
 
 def verify_tree(tree: Tree, draft: Draft, target_probs_BTV: Tensor, *, draws: Draws) -> Verdict:
-    """Accept a path of the tree that passes as a whole and keeps the target's distribution: traversal verification.
+    """Accept a path of the tree that passes a joint test and keeps the target's distribution: traversal verification.
 
     The root is reached with probability a = 1. At a node that is reached with a, with the target's probabilities p and
     the draft's q, its children are examined in order. A child c is reached with min(1, a p(c) / q(c)). If c and all
-    nodes below it are rejected, p becomes r / S, where r is the positive part of a p - q and S its sum, a becomes
-    S / (S + 1 - a), and q loses c and is normalised. After its children a node itself passes with the a that is left,
-    and the first that passes ends the path: children come before their parent. The next token is drawn from the p
-    that is left there. A tree with one child each is verified as by `verify_block`.
+    nodes below it are rejected, p becomes r / S, where r is the positive part of a p - q and S its sum, a becomes S /
+    (S + 1 - a), and q loses c and is normalised. After its children the node itself passes with the remaining a, and
+    the first node that passes ends the path: children come before their parent. The next token is drawn from the
+    remaining p of that node. A tree in which each node has one child is verified as by `verify_block`.
 
-    The a and p that are left do not depend on acceptances, so all nodes of a level are examined at once.
+    The remaining a and p do not depend on acceptances, so all nodes of a level are examined at once.
 
     Args:
         tree: the shape of the draft.
         draft: ids (B, N) by `draw_children`, and the probabilities (B, I + 1, V) of the children of nodes 0..I - 1;
             the last row is zero.
         target_probs_BTV: the target's probabilities after each node, after the same processors as the draft's.
-        draws: the uniforms of a round of N drafted tokens, each node's at its own place.
+        draws: the uniforms of a round of N drafted tokens, each node's at its own index.
 
     Source: Weng et al. 2025, arXiv:2505.12398, Algorithm 2.
     """
@@ -265,13 +266,13 @@ def verify_tree(tree: Tree, draft: Draft, target_probs_BTV: Tensor, *, draws: Dr
 
 
 class NodeLaws(NamedTuple):
-    """The distributions of the children of some nodes, as rejected children leave them.
+    """The distributions of the children of some nodes, after some children were rejected.
 
     Attributes:
         reach_X1: the probability that the node is reached, a in `verify_tree`.
-        factor_X1: `target_XV` times this is a p.
+        factor_X1: the factor that makes a p of `target_XV`.
         target_XV: the target's distribution, not normalised.
-        draft_XV: the draft's; zero where no child is left.
+        draft_XV: the draft's distribution; zero if no child remains.
     """
 
     reach_X1: Tensor
@@ -290,7 +291,10 @@ class NodeLaws(NamedTuple):
         return (self.target_XV * self.factor_X1).sub_(self.draft_XV).clamp_min_(0)
 
     def without(self, ids_X1: Tensor | None) -> "NodeLaws":
-        """The laws after a rejected child and all nodes below it; None is the last child."""
+        """Return the distributions after a child and all nodes below it are rejected.
+
+        `ids_X1` is None if no child follows.
+        """
         rest_XV = self.rest()
         sums_X1 = rest_XV.sum(-1, keepdim=True)
         # Where both agree nothing is left, and no child is rejected.

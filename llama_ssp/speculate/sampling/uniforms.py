@@ -44,8 +44,8 @@ class Draws(NamedTuple):
     """The uniforms of one round, fp64 in [0, 1), multiples of 2^-53.
 
     `residual_BP` draws the token after the accepted ones, resampled or bonus. `plain_BTP` are the uniforms of rounds
-    without a draft that begin now and at each of the next T - 1 tokens: they draw the tokens at these places if drafts
-    are certain, so that the text is plain decoding's. T is 1 in other rounds.
+    without a draft that begin now and at each of the next T - 1 tokens: if drafts are certain, the target draws the
+    tokens at these positions with them, so that the text is that of plain decoding. In other rounds T is 1.
     """
 
     draft_BKP: Tensor
@@ -90,9 +90,9 @@ def _mixed(bits: int) -> int:
 
 
 def exponentials(keys_B: Tensor, positions_BT: Tensor, *, vocab_size: int, first_id: int = 0) -> Tensor:
-    """Make a number for every token of every position: standard exponential, above 0, fp32 (B, T, V).
+    """Return standard exponential numbers above 0, fp32 (B, T, V), one for each token at each position.
 
-    It is a function of key, position and token; the V tokens begin at `first_id`.
+    Each is a function of key, position and token; the V tokens begin at `first_id`.
     """
     first = _NUM_PURPOSES * _MAX_OFFSETS + first_id  # after the counters of all purposes
     steps_V = torch.arange(first, first + vocab_size, device=keys_B.device)
@@ -106,7 +106,7 @@ def exponentials(keys_B: Tensor, positions_BT: Tensor, *, vocab_size: int, first
 class UniformTable:
     """The uniforms of rounds with K = `num_draft_tokens` <= 32768 drafted tokens; K is 0 without a draft.
 
-    All uniforms of a row are computed when it is admitted; a round only looks its own up.
+    All uniforms of a row are computed when the row is admitted; a round only looks them up.
     """
 
     def __init__(self, num_draft_tokens: int, device: torch.device) -> None:
@@ -131,7 +131,7 @@ class UniformTable:
         return torch.add(self._half, bits, alpha=2.0**-64)
 
     def split(self, uniforms_BN: Tensor, num_draft_tokens: int | None = None) -> Draws:
-        """Split the uniforms of one round by purpose, as views; of a round that drafts fewer tokens, the first ones."""
+        """Split the uniforms of one round by purpose, as views; a round with fewer tokens uses the first of them."""
         num = self._num_draft_tokens
         draft_BX, accept_BK, residual_BP, plain_BP = uniforms_BN.split_with_sizes(self._sizes, dim=1)
         draft_BKP = draft_BX.unflatten(1, (num, PER_DRAW))

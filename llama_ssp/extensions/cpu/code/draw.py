@@ -19,7 +19,11 @@ _I64S = ir.VectorType(I64, LANES)
 
 
 def emit() -> ir.Module:
-    """The operator (weights, uniforms, units, tokens of a block) -> ids; its entry is `draw`."""
+    """Return the module of the operator `draw`, which draws a token id for each row.
+
+    The operator's inputs are the weights (B, V), two uniforms for each row (B, 2), the factor that turns weights into
+    whole numbers (`units` of `processors.draw`), and the number of tokens of a block. The ids are (B, 1).
+    """
     module = ir.Module(name="draw")
     operator = Operator(module, "draw", num_tensors=2)
     code = operator.code

@@ -284,7 +284,7 @@ class Operator:
         return self.ask("torch_list_size", tensors, kind=I64)
 
     def item(self, tensors: Value, place: Value) -> Value:
-        """A tensor of a list, which stays the list's."""
+        """Return a tensor of a list; the list keeps owning the tensor."""
         return self.ask("torch_list_get_item", tensors, place)
 
     def ask(self, name: str, *arguments: Value, kind: Value = POINTER) -> Value:

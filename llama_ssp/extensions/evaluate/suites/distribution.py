@@ -31,7 +31,10 @@ _SEED = 0
 
 
 def scored(pairs: Iterable[CompletionPair]) -> list[CompletionLine]:
-    """All lines; of each prompt first the plain ones, since only the others are scored by the draft too."""
+    """Return the completions to score: for each prompt all plain ones, then all speculative ones.
+
+    The two kinds stay apart, since only the speculative ones are scored by the draft as well.
+    """
     of_prompts = groupby(pairs, key=lambda pair: pair.plain.index)
     return [line for _, of_prompt in of_prompts for lines in zip(*of_prompt, strict=True) for line in lines]
 
