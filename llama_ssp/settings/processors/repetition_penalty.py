@@ -12,8 +12,9 @@ if TYPE_CHECKING:
 
 def _change(logits_BTV: Tensor, counts: Counts, penalty: float | Tensor) -> Tensor:
     """Negative logits are multiplied, as in transformers."""
+    is_known_BTV = counts.of_all() > 0  # first, since counting takes the most memory
     scaled_BTV = (logits_BTV * penalty).where(logits_BTV < 0, logits_BTV / penalty)
-    return scaled_BTV.where(counts.of_all() > 0, logits_BTV)
+    return scaled_BTV.where(is_known_BTV, logits_BTV)
 
 
 REPETITION = Penalty(

@@ -18,11 +18,11 @@ def _keep(found: Candidates, number: float | Tensor) -> Tensor:
     below = found.logits.amax(-1, keepdim=True) - found.logits
     is_out = below == float("inf")
     num_in = (~is_out).sum(-1, keepdim=True)
-    in_range = below.masked_fill(is_out, 0.0)
-    shares = in_range / in_range.amax(-1, keepdim=True)  # squares of logits at any temperature may be too small
-    squares = (shares - shares.sum(-1, keepdim=True) / num_in).masked_fill(is_out, 0.0).square()
+    # As shares of the range, since squares of logits at any temperature may be too small; 0 where all are equal.
+    shares = below.masked_fill_(is_out, 0.0).div_(below.amax(-1, keepdim=True)).nan_to_num_(0.0)
+    squares = (shares - shares.sum(-1, keepdim=True) / num_in).square_().masked_fill_(is_out, 0.0)
     deviation = (squares.sum(-1, keepdim=True) / num_in).sqrt()
-    return (below == 0) | ((shares <= in_dtype(number, shares) * deviation) & ~is_out)
+    return (shares <= in_dtype(number, shares) * deviation) & ~is_out
 
 
 TOP_NSIGMA = Filter(
