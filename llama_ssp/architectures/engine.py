@@ -18,12 +18,12 @@ MOST_GRAPHS = 64
 """CUDA graphs of a stage at a time, the latest that were replayed; all lengths of drafts are timed before a run."""
 ROWS_WITH_STEPS = (2, 16, 128, 1024)
 """Rows that steps of drawing serve which only some rows need (`sampling.by_row`); beyond the last one, all rows."""
-STEPS_BYTES = 37, 56
+STEPS_BYTES = 37, 52
 """Bytes that these steps take on a GPU for all rows, in a draft's step and at each scored position, for each token of
 the vocabulary: once in the pool of graphs, and as many in the first round of a set of steps, which is no graph yet.
 
-The caching allocator of a stub device reserved 2 * 37 + 2 * 56 * (K + 1) in 40 mixtures of 32 rows, K = 4, and within
-2 % for K = 8; short drafts take up to 10 % more, in blocks that do not fit each other.
+The caching allocator of a stub device reserved 2 * 37 + 2 * 52 * (K + 1) in 40 mixtures of 32 rows, within 1 % for K = 3,
+4 and 8.
 """
 LANES = 16
 """Numbers of a vector of the compiled kernels of CPUs; attention is compiled for heads of whole vectors."""

@@ -17,11 +17,12 @@ if TYPE_CHECKING:
 def _keep(found: Candidates, number: float | Tensor) -> Tensor:
     below = found.logits.amax(-1, keepdim=True) - found.logits
     is_out = below == float("inf")
-    num_in = (~is_out).sum(-1, keepdim=True)
+    num_in = (~is_out).sum(-1, keepdim=True).double()
     # As shares of the range, since squares of logits at any temperature may be too small; 0 where all are equal.
     shares = below.masked_fill_(is_out, 0.0).div_(below.amax(-1, keepdim=True)).nan_to_num_(0.0)
-    squares = (shares - shares.sum(-1, keepdim=True) / num_in).square_().masked_fill_(is_out, 0.0)
-    deviation = (squares.sum(-1, keepdim=True) / num_in).sqrt()
+    mean = shares.sum(-1, keepdim=True, dtype=num_in.dtype) / num_in
+    squares = shares.norm(dim=-1, keepdim=True, dtype=num_in.dtype).square()
+    deviation = in_dtype((squares / num_in - mean.square()).clamp_min(0.0).sqrt(), shares)
     return (shares <= in_dtype(number, shares) * deviation) & ~is_out
 
 

@@ -136,9 +136,9 @@ def _ends(context: Context, vocab_size: int) -> Tensor:
 
 
 def _filter(found: SortedCandidates, numbers_BF: Tensor, needed: frozenset[str]) -> None:
-    """Apply filters to the rows that need them; see `processors.processor`."""
+    """Apply filters to the rows that have them, in place; see `processors.processor`."""
     for one, number_B in zip(filters(), numbers_BF.unbind(1), strict=True):
         if one.name in needed:
             number_B11 = number_B[:, None, None]
-            left_BTV = found.probs * one.keep(found, number_B11)
-            found.probs = torch.where(number_B11 != 0, left_BTV / left_BTV.sum(-1, keepdim=True), found.probs)
+            found.probs.mul_(one.keep(found, number_B11) | (number_B11 == 0))
+            found.probs.div_(found.probs.sum(-1, keepdim=True).masked_fill_(number_B11 == 0, 1.0))
