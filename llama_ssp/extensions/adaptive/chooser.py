@@ -53,7 +53,7 @@ class RoundCosts:
 
 
 class AdaptiveLength(FixedLength):
-    """Takes the choice that gains most, perhaps `DraftChoice(0)`; `acceptance` is the first estimate for each drafter."""
+    """Takes the choice that gains most, perhaps `DraftChoice(0)`; `acceptance` has each drafter's first estimate."""
 
     def __init__(self, costs: RoundCosts, *, acceptance: Sequence[float]) -> None:
         self.choices, self._costs = tuple(costs.rounds), costs
@@ -130,7 +130,7 @@ class _Source:
         return bool(costs) and any((one.num_tokens + 1) * costs[DraftChoice(0)] > costs[one] for one in self._own)
 
     def best(self, costs: Mapping[DraftChoice, float], chunks: int) -> tuple[DraftChoice, float, float]:
-        """Return the choice that gains most over some rounds, after `chunks` to catch up, its gain and its cost per round."""
+        """Return the choice that gains most over some rounds after `chunks` of catching up, its gain and its cost."""
         more = self._catch_up * chunks / LASTING_ROUNDS
         gain, choice = max((self._tokens[choice] / (costs[choice] + more), choice) for choice in self._own)
         return choice, gain, costs[choice] + more

@@ -12,7 +12,7 @@ from llama_ssp.extensions.copies.records import NgramConfig
 
 
 def read_corpus(draft: NgramConfig, tokenizer: PreTrainedTokenizerBase) -> Tensor | None:
-    """Encode the texts of `draft.corpus`, each with a token that ends it; returns the last tokens that there is room for.
+    """Encode the texts of `draft.corpus`, each with a token that ends it; returns the last tokens that have room.
 
     Raises ConfigError if the file is neither text in UTF-8 nor a run.jsonl.
     """

@@ -275,7 +275,7 @@ class History(_Sequences, Workspace):
         self._latest_X.scatter_reduce_(0, keys_RWG.flatten(), values_RWG.flatten(), "amax")
 
     def find(self, tokens_BS: Tensor, lengths_B1: Tensor, offsets_K: Tensor) -> tuple[Tensor, Tensor]:
-        """Find the longest match of each row's end; returns its length (B, 1), 0 for none, and the K tokens after it."""
+        """Find the longest match of each row's end; returns its length (B, 1), 0 for none, and K tokens after it."""
         num_texts, _, num_slots = self.sizes
         last_B1G = self._before(tokens_BS, lengths_B1)
         values_BG = self._latest_X[self._keys(last_B1G)[:, 0]]

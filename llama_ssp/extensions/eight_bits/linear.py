@@ -67,7 +67,7 @@ def int8_groups_linear(weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
 
 
 def fp8_weight_only_linear(weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
-    """Make a layer in `fp8_weight_only`, from numbers or from `byte_rows` whose words are scales of groups of 128 inputs.
+    """Make a layer in `fp8_weight_only`, from numbers or `byte_rows` whose words are scales of groups of 128 inputs.
 
     Numbers are rounded to E4M3, with scales that turn the largest weight of a group into the largest number of E4M3.
     """

@@ -18,7 +18,7 @@ _STEPS = 15
 
 
 class _Int4WeightOnly(WeightOnlyLinear):
-    """A layer whose operands are bytes of codes (O, I / 2) and words (G, O), so that neighbouring outputs' words adjoin."""
+    """A layer whose operands are the bytes of codes (O, I / 2) and words (G, O), adjacent for neighbouring outputs."""
 
     def _unpack(self, outputs: slice, into_CI: Tensor) -> None:
         codes_OI, words_GO, *scales = self._operands
