@@ -49,7 +49,7 @@ class MemoryWatch:
 
     @contextmanager
     def closely(self) -> Iterator[None]:
-        """Sample all the time meanwhile; a GPU's allocator remembers its peak itself."""
+        """Sample continually during the block, unless a GPU's allocator remembers the peak itself."""
         done = threading.Event()
 
         def watch() -> None:
