@@ -49,7 +49,7 @@ class MemoryWatch:
 
     @contextmanager
     def closely(self) -> Iterator[None]:
-        """Sample continually during the block, unless a GPU's allocator remembers the peak itself."""
+        """On a CPU, sample continually during the block; a GPU's allocator remembers its peak itself."""
         done = threading.Event()
 
         def watch() -> None:
