@@ -38,7 +38,7 @@ class _Loader(_SAFE_LOADER):  # type: ignore[misc]
     """Reads values as words of a command line are read: 1e12 is a number, and a date is a text."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Refuse a name that is given twice."""
+        """Construct a mapping; a name that is given twice is refused."""
         names = set[object]()
         for key, _ in node.value:
             if key.value in names:
@@ -67,7 +67,7 @@ class Dtype(Enum):
 
     @classmethod
     def find(cls, name: object) -> "Dtype | None":
-        """The member of a name, ours or torch's."""
+        """Return the member with a name, which may be torch's; None if there is none."""
         text = str(name).removeprefix("torch.")
         return next((member for member in cls if text in {member.name, member.value}), None)
 
@@ -141,7 +141,7 @@ class ModelShape:
 
     @property
     def is_head(self) -> bool:
-        """Whether it is a draft head, which reads hidden states of its target and is no model of its own."""
+        """Whether this is a draft head, which reads hidden states of its target and is not a model of its own."""
         return self.target_vocab_size is not None
 
     @property
@@ -200,7 +200,7 @@ class ModelConfig:
 
     @property
     def label(self) -> str:
-        """Its name in reports: a folder's for the entry that stands for any."""
+        """The model's name in reports; for the entry `local`, the name of its folder."""
         return Path(self.path).absolute().name if self.name == LOCAL and self.path else self.name
 
 
@@ -251,7 +251,7 @@ def use(folder: str | None) -> None:
 
 
 def given_folder() -> Path | None:
-    """Return the folder of `--config-dir`, absolute."""
+    """Return the absolute path of the folder of `--config-dir`."""
     return _given[0] if _given else None
 
 
@@ -309,7 +309,7 @@ def option(group: str, name: str) -> tuple[dict[str, Any], str | None] | None:
 
 
 _INHERITING, _MERGED = ("model", "hardware"), ("shape", "sources")
-"""Groups whose files have an entry that they are based on, and their fields that are merged with its."""
+"""Groups whose files may be based on another entry, and the fields that are merged with those of that entry."""
 _COUNTED = re.compile(r"([1-8])x(.+)", re.DOTALL)
 """A machine with several of the GPUs that a file describes, as 4xh100."""
 
@@ -384,7 +384,7 @@ def read_path(text: str) -> Path:
 ENDINGS_WITH_FIELDS = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
 """Endings of files of prompts whose entries have fields."""
 LOCAL = "local"
-"""The entry that stands for any folder, and the name of a model from one."""
+"""The name of the entry for a model from a folder, and of that model."""
 GROUPS = ("model", "draft")  # Groups whose options may be ids of the hub, and folders.
 _PART = r"[A-Za-z0-9_](?:[\w.-]*[A-Za-z0-9_])?"
 _ID = re.compile(rf"{_PART}/{_PART}", flags=re.ASCII)

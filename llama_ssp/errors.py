@@ -56,7 +56,7 @@ class LostRankError(SspError):
     """Ranks that no longer answer, or one that failed unexpectedly; the run can be resumed.
 
     Attributes:
-        remedy: what its user does then, unless the task says otherwise (`TaskSpec.if_lost`).
+        remedy: what the user should do then, unless the task says otherwise (`TaskSpec.if_lost`).
     """
 
     exit_code = 1
@@ -71,13 +71,13 @@ NOTHING_ALLOWED = "no token is left that the constraint of the text allows, afte
 
 
 class NumericError(SspError):
-    """NaN in the logits: any further text would not be the target's."""
+    """NaN in the logits: text that is drawn after it would not be the target's."""
 
     exit_code = 1
 
 
 class FailedEvaluation(SspError):  # noqa: N818 - no error, but a verdict
-    """A verdict of a task that is against the run, where it has a gate; all records are complete."""
+    """A negative verdict of a task for which this is an error; all records are complete."""
 
     exit_code = 1
 

@@ -71,7 +71,7 @@ EXTENSIONS: dict[str, tuple[str, ...]] = {
 `*` stands for every name.
 """
 NEEDS = {"accelerate": "modules", "deepspeed": "modules", "heads.library": "modules"}
-"""Extensions, or modules of extensions, that import another extension: they go with it."""
+"""Extensions, or modules of extensions, that import another extension, and so are removed with it."""
 FOLDER = Path(__file__).parent / "extensions"
 
 
@@ -98,7 +98,7 @@ def _conf_of(extensions: tuple[str, ...]) -> tuple[Path, ...]:
 
 
 def absent(kind: str, name: str) -> str | None:
-    """The sentence for a name that a missing extension has; None if no missing extension has it."""
+    """Return the sentence for a name that belongs to a missing extension; None if it belongs to none."""
     for extension, asked in EXTENSIONS.items():
         if extension not in present() and not {f"{kind}={name}", f"{kind}=*"}.isdisjoint(asked):
             needed = NEEDS.get(extension, extension)

@@ -37,7 +37,7 @@ _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 _AUTO = "auto"
 MORE_ARGUMENTS = "more"
-"""The parameter of a function that takes what extensions add to sampling."""
+"""The name of a function's parameter that takes the settings that extensions add to sampling."""
 FROM_MODEL = "model"
 """The argument `sampling` that takes the values of the target's files."""
 _KINDS: dict[object, tuple[type, Callable[[Any], object], str]] = {
@@ -173,7 +173,7 @@ def member(kind: type[_Kind], what: str, given: object) -> _Kind:
 
 
 def with_members(given: _Settings, key: str) -> _Settings:
-    """Settings, and settings in them, whose names of members are read as these; raises as `member`."""
+    """Replace names of members in settings, and in nested settings, by the members; raises the errors of `member`."""
     changes: dict[str, object] = {}
     for name, hint in get_type_hints(type(given)).items():
         value, kinds = (
@@ -188,7 +188,7 @@ def with_members(given: _Settings, key: str) -> _Settings:
 
 
 def for_each_model(given: object) -> tuple[object, object]:
-    """An argument of both models, or a pair of arguments: the target's and the draft's."""
+    """Return an argument as a pair, for the target and for the draft; it is one value for both, or a pair already."""
     return given if isinstance(given, tuple) and len(given) == 2 else (given, given)
 
 
@@ -202,7 +202,7 @@ def entry_of(what: str, given: object, *, target: object = None, **formats: obje
     """Make the entry of a model: a name of the catalogue, a folder, or an id of the hub; `what` is model or draft.
 
     A draft may also be a head in the files of its `target`. For `formats` see `in_format`. Raises ConfigError for
-    anything else, and as `in_format`.
+    anything else, and the errors of `in_format`.
     """
     if not isinstance(given, str | Path):
         raise ConfigError(
@@ -229,9 +229,9 @@ def entry_of(what: str, given: object, *, target: object = None, **formats: obje
 
 
 def in_format(entry: ModelConfig, *, dtype: object, **formats: object) -> ModelConfig:
-    """A model in a number format, ours or torch's, and formats of weights and cache; None changes nothing.
+    """Set the number format of a model, which may be a dtype of torch, and its formats of weights and cache.
 
-    Raises ConfigError for an unknown one.
+    None changes nothing. Raises ConfigError for an unknown format.
     """
     changes: dict[str, Any] = {}
     if dtype is not None:
@@ -262,7 +262,7 @@ def draft_of(given: object) -> tuple[object, dict[str, object]]:
 
 
 def _with_settings(draft: DrafterConfig, settings: Mapping[str, object]) -> DrafterConfig:
-    """A draft with more of its settings; ConfigError for unknown ones, and for values of a wrong type."""
+    """Return a draft with these settings; raises ConfigError for unknown settings and for values of a wrong type."""
     elsewhere = {"kind", "model", *(one.setting for one in VOCABULARIES.all().values())}
     names = [entry.name for entry in fields(draft) if entry.name not in elsewhere]
     refuse([unknown_name("setting of the draft", name, names) for name in settings if name not in names])

@@ -1,4 +1,4 @@
-"""Records of code that loads a pair elsewhere than in the process that calls `load`. Imports no torch."""
+"""Records of code that loads a pair outside of the process that calls `load`. Imports no torch."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from llama_ssp.registry import Registry
 
 @dataclass(frozen=True, kw_only=True)
 class Elsewhere:
-    """One way to load a pair elsewhere.
+    """One way to load a pair outside of the calling process.
 
     Attributes:
         name: the argument of `load` that asks for it.

@@ -165,7 +165,7 @@ def _of_request(
 class OneCall:
     """Lets one call of a pair go on at a time: calls of other threads wait, and a call inside a call is refused.
 
-    A call of another process, which has forked, is refused too: it would read this one's answers.
+    A call in a forked process is refused too, since it would read the answers of the process that made the pair.
     """
 
     def __init__(self) -> None:
@@ -202,8 +202,8 @@ class Pair:
     other.
 
     Attributes:
-        models: with their caches.
-        config: every other setting, at its default.
+        models: the models, with their caches.
+        config: the config, with every other setting at its default.
         world: the ranks.
         generation: the fields of the target's generation_config.json, if it has that file.
     """
@@ -218,7 +218,7 @@ class Pair:
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The target's."""
+        """The target's tokenizer."""
         return self.models.tokenizer
 
     @property
@@ -326,7 +326,7 @@ class Pair:
             return self._complete(read, StopRequest())
 
     def _complete(self, read: Mapping[str, Any], stop: StopRequest) -> list[Completion]:
-        """Make a call whose arguments have been read, on every rank alike."""
+        """Make a call with arguments that have been read, in the same way on every rank."""
         comm, streamer, rows = self.world.comm, read["streamer"], list[RowCompletion]()
         scores = dict[int, CompletionLogProbs]()
         with self._alone("decoding"), _stopping(self.world, stop):
@@ -346,7 +346,7 @@ class Pair:
 
     @contextmanager
     def _alone(self, doing: str) -> Iterator[None]:
-        """A call, while no other thread makes one; see `on_all_ranks`. ConfigError if the pair was closed."""
+        """Run the block as the only call at a time; see `on_all_ranks`. Raises ConfigError if the pair is closed."""
         with self._calls:
             if self._is_closed:
                 raise ConfigError(CLOSED)
@@ -497,7 +497,7 @@ class Pair:
 
 @contextmanager
 def on_all_ranks(world: World, doing: str, config: RunConfig) -> Iterator[None]:
-    """Let an error of one rank, or its loss, end the block on all; an SspError in it is one of all ranks alike.
+    """Let an error of one rank, or its loss, end the block on all ranks; each SspError in it must be one of all ranks.
 
     Raises the error that has ended an earlier block.
     """
@@ -522,7 +522,7 @@ def on_all_ranks(world: World, doing: str, config: RunConfig) -> Iterator[None]:
 
 @contextmanager
 def _stopping(world: World, stop: StopRequest) -> Iterator[None]:
-    """Let signals to any of several ranks set `stop`, which afterwards says on all whether one came."""
+    """Let a signal to any of several ranks set `stop`; after the block, `stop` is set on all ranks if a signal came."""
     if world.comm.size == 1 or threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -543,7 +543,7 @@ def check_alike(comm: Comm, *given: object) -> None:
 
 
 def _room(requests: Sequence[Request], *, context: int) -> Request:
-    """A request with room for all of these, and for slightly longer ones in later calls."""
+    """Return a request that is as long as the longest of these, and as slightly longer ones of later calls."""
     longest = max(len(request.prompt_ids) + request.max_new_tokens for request in requests)
     num_new = max(request.max_new_tokens for request in requests)
     longest = min(-(-longest // _ROOM_STEP) * _ROOM_STEP, context)

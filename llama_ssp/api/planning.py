@@ -47,7 +47,7 @@ def plan(  # noqa: PLR0913 - a notebook shows this signature
         model: the target: a name of the catalogue, a folder with a config.json, or the id of a model of the hub.
         draft: the same for the draft, "mtp" or "ngram", or a mapping as in `load`; None plans plain decoding.
         hardware: a name of conf/hardware, or a description; None for this machine with one GPU, as `load` uses it.
-        num_gpus: GPUs of a node, if not all.
+        num_gpus: number of GPUs of a node that are used, if not all.
         num_nodes: nodes of the machine.
         placement: auto, one_rank, sharded, replicated, own_gpu, or a `PlacementConfig`; None for one_rank.
         dtype: number format of both models, or a tuple with the target's and the draft's; a dtype of torch works too.
@@ -56,10 +56,10 @@ def plan(  # noqa: PLR0913 - a notebook shows this signature
         tokenizer: `own` plans a draft whose tokenizer is not the target's.
         num_draft_tokens: K, or "auto".
         acceptance: probability that a drafted token is accepted; None takes the pair's, or the default.
-        temperature: of the draws, which that figure depends on; 0 is greedy.
+        temperature: temperature of the draws, on which the acceptance depends; 0 is greedy.
         batch_size: rows that are decoded together.
-        prompt_tokens: of the longest prompt.
-        max_new_tokens: per completion.
+        prompt_tokens: number of tokens of the longest prompt.
+        max_new_tokens: the most new tokens of a completion.
 
     Raises:
         ConfigError: an argument has a wrong type or value, or this machine is unknown.
@@ -96,7 +96,7 @@ def _config(read: Mapping[str, Any], machine: HardwareConfig) -> PlanConfig:
 
 
 def _machine(given: object) -> HardwareConfig:
-    """The machine that an argument names or is; this one without any."""
+    """Return the machine that an argument names or is; for None the current machine."""
     if given is None:
         return replace(detect_hardware(), num_gpus=1, num_nodes=1)
     if isinstance(given, HardwareConfig):

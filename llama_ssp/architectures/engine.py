@@ -1,4 +1,4 @@
-"""The engine as planner and engine know it alike: sizes of caches and chunks, and numbers of kernels."""
+"""Facts about the engine that both the planner and the engine use: sizes of caches and chunks, numbers of kernels."""
 
 import math
 from dataclasses import dataclass
@@ -17,13 +17,16 @@ MOST_GRAPHED_BUCKETS = 16
 MOST_GRAPHS = 64
 """CUDA graphs of a stage at a time, the latest that were replayed; all lengths of drafts are timed before a run."""
 ROWS_WITH_STEPS = (2, 16, 128, 1024)
-"""Rows that steps of drawing serve which only some rows need (`sampling.by_row`); beyond the last one, all rows."""
+"""Numbers of rows for which there are steps of drawing that only some rows need (`sampling.by_row`).
+
+If more rows than the last number need them, the steps are taken for all rows.
+"""
 STEPS_BYTES = 37, 52
 """Bytes that these steps take on a GPU for all rows, in a draft's step and at each scored position, for each token of
 the vocabulary: once in the pool of graphs, and as many in the first round of a set of steps, which is no graph yet.
 
-The caching allocator of a stub device reserved 2 * 37 + 2 * 52 * (K + 1) in 40 mixtures of 32 rows, within 1 % for K = 3,
-4 and 8.
+The caching allocator of a stub device reserved 2 * 37 + 2 * 52 * (K + 1) in 40 mixtures of 32 rows, within 1 % for
+K = 3, 4 and 8.
 """
 LANES = 16
 """Numbers of a vector of the compiled kernels of CPUs; attention is compiled for heads of whole vectors."""
@@ -166,12 +169,12 @@ def equal_part_slots(num_kv_heads: int) -> int:
 
 
 def equal_tile_rows(group: int) -> int:
-    """The rows of its tiles, a power of 2: all `group` queries of a key-value head at some positions."""
+    """Return the rows of a tile with `reproducible=true`: a power of 2, with all `group` queries of each position."""
     return max(_EQUAL_ROWS, 1 << math.ceil(math.log2(group)))
 
 
 def sets_of_steps(batch_size: int) -> int:
-    """How many sets of steps rounds have that are graphs, in batches of requests; see `sampling.by_row`."""
+    """Return how many sets of steps rounds have as CUDA graphs, in batches of requests; see `sampling.by_row`."""
     return 2 + 2 * (1 + sum(rows < batch_size for rows in ROWS_WITH_STEPS))
 
 

@@ -165,7 +165,7 @@ _SAME = {
     "kimi_k2": "deepseek_v3",
     "gpt-sw3": "gpt2",
 }
-"""Kinds that are another one: text parts whose tokens have three positions, other names, a Qwen 2 with MTP layers."""
+"""Kinds that equal another: text parts whose tokens have three positions, other names, a Qwen 2 with MTP layers."""
 _TIES = "tie_word_embeddings"
 _OF_BOTH = (
     _TIES,
@@ -181,7 +181,7 @@ _OF_BOTH = (
 
 
 def _holder(content: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The part of a config.json that has the text part: of a model that also speaks, its thinker."""
+    """Return the part of a config.json that contains the text part: for a model that also speaks, its thinker."""
     holder = content.get("thinker_config", content)
     return holder if isinstance(holder, dict) else content
 

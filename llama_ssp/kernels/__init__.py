@@ -1,4 +1,4 @@
 """Operators of models in torch, which are the reference, one file each.
 
-What a device has in their place is in `operators`: an extension's or a plugin's, tried against these.
+Module `operators` has the operators that extensions or plugins use in their place on a device, compared with these.
 """

@@ -13,7 +13,7 @@ class EqualBits(Protocol):
     """Makes the operators of one model; see `operators`.
 
     Attributes:
-        holds: all operators that it was asked for so far are such.
+        holds: whether all operators that were requested so far have equal bits.
     """
 
     holds: bool

@@ -49,7 +49,7 @@ class Linear(Protocol):
 
 
 def added(y_MO: Tensor, *others: Tensor | None) -> Tensor:
-    """Add what is there of a bias and a residual to a product, in place."""
+    """Add a bias and a residual to a product in place, as far as they are given."""
     for other in others:
         if other is not None:
             y_MO.add_(other)
@@ -118,7 +118,7 @@ class HalfLinear(Linear):
 
 
 class NativeLinear(Linear):
-    """A product of an operator of a device, which can take in what stands around it.
+    """A product by an operator of a device, which can include the norm before it and the gate after it.
 
     It runs the same operators whatever its inputs are, and the bits of a row depend on no other row and on no number of
     threads. Rows, sums and results are fp32; rows in other number formats are converted.

@@ -32,11 +32,11 @@ class Sequences(NamedTuple):
     """Places of the sequences of a forward; tensors are int32 on the device.
 
     Attributes:
-        first_query_C1: the running sum of their queries.
+        first_query_C1: the running sum of the sequences' numbers of queries.
         first_slot_C1: the slots where their rows begin, and one more number, which has no effect.
-        used_C: their slots up to the last query's own.
-        most_queries: of a sequence.
-        most_slots: of a row.
+        used_C: for each sequence, the number of slots up to the last query's own.
+        most_queries: the most queries of a sequence.
+        most_slots: the most slots of a row.
     """
 
     first_query_C1: Tensor
@@ -82,8 +82,8 @@ class KeptRows(NamedTuple):
     """Format of kept rows.
 
     Attributes:
-        dtype: of a number.
-        largest: what the largest number of a row becomes; None without a scale.
+        dtype: dtype of a number.
+        largest: the value to which the largest number of a row is scaled; None without a scale.
     """
 
     dtype: torch.dtype

@@ -5,7 +5,7 @@
 
 Tokens of a chunk are computed together; a token with d = 1 and w = 0 leaves the state as it is. All is in fp32.
 
-`Places` and `HeadLayout` are for a kernel of GPUs, which takes in a layer's tokens whole.
+`Places` and `HeadLayout` are for a kernel of GPUs, which computes all of a layer's steps for its tokens.
 
 Shapes: B sequences, T tokens, H heads, N width of a key, P width of a value, D decays of a head: 1, or N for one of
 each row of the state; C channels, R kept states, I kept inputs.
@@ -87,10 +87,10 @@ class HeadLayout(NamedTuple):
 
 
 def recur(state_BHNP: Tensor, steps: Steps, *, keeps_all: bool) -> tuple[Tensor, Tensor]:
-    """Take in tokens.
+    """Compute the recurrence for some tokens.
 
     Args:
-        state_BHNP: after the token before the first.
+        state_BHNP: the state before the first token.
         steps: at least one token.
         keeps_all: whether the state after each token is wanted, not only after the last one.
 

@@ -24,7 +24,7 @@ COPY_SHARE = 0.83
 
 MEASURED = "measured"  # Source of what calibration has measured, where it may lack that.
 ATTENTION = "attention"
-"""Name among the products of a CPU of attention by its compiled operator."""
+"""The name, among the products of a CPU, of attention by its compiled operator."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,7 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class Speed:
-    """Speed of a CPU in products of a large matrix, or in attention: with one row it reads, with more it computes."""
+    """Speed of a CPU in large matrix products, or in attention: reading limits one row, and computing limits many."""
 
     bytes_per_s: float
     flops_per_s: float
@@ -148,7 +148,7 @@ def choices() -> Iterator[HardwareConfig]:
 
 
 def entry_of(name: str) -> tuple[int, int]:
-    """The GPUs of a machine by its name, and the most of them that a node may have; zeros for no machine here."""
+    """Return the number of GPUs that a machine's name says, and the most that a node may have; zeros if unknown."""
     if "/" in name or catalogue.option("hardware", name) is None:
         return 0, 0
     machine = load(name)

@@ -90,7 +90,7 @@ def known_speeds() -> dict[str, Speed]:
 
 
 def speeds_are_due() -> bool:
-    """Whether a run should measure this CPU: none has, or other programs disturbed the one that did, an hour ago."""
+    """Whether a run should measure this CPU: no run has, or other programs disturbed the last one, an hour ago."""
     found = detect_hardware(on_cpu=True)
     if found.sources.get("products") != _BY_A_RUN:
         return not found.products
@@ -101,7 +101,7 @@ def speeds_are_due() -> bool:
 
 
 def keep_speeds(speeds: Mapping[str, Speed], *, were_disturbed: bool = False) -> None:
-    """Keep what a run has measured, for plans and later runs; where that is impossible, nothing is kept."""
+    """Keep the speeds that a run has measured, for plans and later runs; do nothing if they cannot be written."""
     with suppress(OSError):
         _speeds().parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         kept = {name: vars(speed) for name, speed in speeds.items()}
@@ -113,7 +113,7 @@ def _speeds() -> Path:
 
 
 def machine_of_run(machine: HardwareConfig, world_size: int) -> HardwareConfig:
-    """The part of a machine that a run uses: one GPU per rank, on as few nodes as possible.
+    """Return the part of a machine that a run uses: one GPU per rank, on as few nodes as possible.
 
     The ranks of a CPU share its memory and its cores.
     """
@@ -191,10 +191,10 @@ def gpu_links() -> str:
 
 
 def note_on_links(sizes: Collection[int], num_ranks: int, visible: str | None) -> str | None:
-    """A sentence if ranks that share a model would have faster links in another order of their GPUs.
+    """Return a sentence if ranks that share a model would have faster links in another order of their GPUs.
 
-    Blocks of one of `sizes` share one, of `num_ranks` on this node; `visible` is CUDA_VISIBLE_DEVICES. None too where
-    the links are unknown, or GPUs have no numbers.
+    The `num_ranks` ranks on this node share models in blocks, of one of `sizes` each; `visible` is
+    CUDA_VISIBLE_DEVICES. Returns None too if the links are unknown, or GPUs have no numbers.
     """
     gpus = visible.split(",") if visible else [*map(str, range(num_ranks))]
     with suppress(OSError, ValueError, IndexError):

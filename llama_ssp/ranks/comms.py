@@ -49,7 +49,7 @@ class OwnSums(Protocol):
     """Sums over the GPUs of a node without NCCL; see `operators`."""
 
     def takes(self, values: Tensor) -> bool:
-        """Whether it sums these values."""
+        """Whether this object sums these values."""
 
     def takes_rows(self, part_ME: Tensor) -> bool:
         """Whether it adds the sum of such rows to a residual, and normalizes that."""
@@ -67,8 +67,8 @@ class Comm:
 
     Attributes:
         members: ranks of the world that form it, in increasing order; none for a group of one.
-        device: of tensors to be sent.
-        crowded: more ranks than cores share this rank's cores.
+        device: the device of tensors to be sent.
+        crowded: whether more ranks than cores share this rank's cores.
         board: memory shared by a group on CPUs, for small messages.
         peers: sums small tensors on GPUs; None leaves all to NCCL.
         device_wait: waits for this rank's GPU, if others may make it wait.
@@ -131,7 +131,7 @@ class Comm:
         return replace(self, board=_boards[self.members])
 
     def with_peers(self) -> "Comm":
-        """The same group, which sums by an operator of its device if it has one; all its ranks call this together."""
+        """Return this group, summing by an operator of its device if there is one; all its ranks call this together."""
         return replace(self, peers=operators.made("sums", self.device.type, self)) if self.size > 1 else self
 
     def all_reduce(self, values: Tensor) -> Tensor:
@@ -308,8 +308,8 @@ def best_of(logits: Tensor, *, first: int = 0, comm: Comm | None = None) -> Tens
     NaN counts as the largest, and of equal ones the first, as in `Tensor.argmax`.
 
     Args:
-        logits: of the tokens (..., O) from id `first` on.
-        first: see above.
+        logits: logits of the tokens (..., O) from id `first` on.
+        first: see `logits`.
         comm: ranks that have the other tokens, in the order of their ids; None for a single rank.
     """
     largest, ids = logits.max(-1, keepdim=True)
@@ -347,7 +347,7 @@ class Mesh:
     Attributes:
         world: all ranks.
         replica: the ranks that work on the same text as this one.
-        number: of the replica.
+        number: number of the replica.
         layout: which rank of a replica holds what.
         target: the ranks that share the target, or its layers of a stage; None if this rank has no part of it.
         draft: the ranks that share the draft, only this one if it is replicated; None if this rank has no part of it.

@@ -1,7 +1,8 @@
-"""The load of this machine's cores, by which the threads of this process sleep or spin while they wait.
+"""The load of this machine's cores, which decides whether this process's threads sleep or spin while they wait.
 
-Threads that spin win where nothing disturbs them. Next to a busy core each of them loses its core for milliseconds, and
-the threads that spin for it keep it from running: threads that sleep, or one thread, are several times faster there.
+Spinning threads are faster if nothing disturbs them. If other programs keep a core busy, a thread may lose its core for
+milliseconds, and the threads that spin meanwhile keep it from running: then threads that sleep, or a single thread, are
+several times faster.
 """
 
 import os
@@ -30,7 +31,7 @@ def available() -> frozenset[int]:
 class CoreTimes(NamedTuple):
     """Seconds so far: of a clock, of this process and its ended children, and of all programs on some cores.
 
-    The last one is None where the system does not count it.
+    The last number is None if the system does not count it.
     """
 
     clock_s: float
@@ -68,7 +69,7 @@ class Load:
         self._cores, self._last, self._found = cores, CoreTimes.read(cores), 0.0
 
     def look(self) -> float:
-        """The mean number of cores used by other programs since the last look; as found then if that was just now."""
+        """Return the mean number of cores that other programs used since the last look; right after one, its result."""
         now = CoreTimes.read(self._cores)
         if now.clock_s - self._last.clock_s >= _LEAST_LOOK_S:
             found = used_by_others(self._last, now, ranks_s=now.own_s - self._last.own_s, least_s=_LEAST_LOOK_S)

@@ -107,7 +107,7 @@ class Heartbeat:
 
     Args:
         store: a connection to the rendezvous store, used only here.
-        host: of rank 0, as other ranks reach it.
+        host: name of rank 0's host, as other ranks reach it.
         alarm: called once, from a thread, when a rank has ended without a farewell.
     """
 
@@ -226,7 +226,7 @@ class ControlChannel:
             Thread(target=self._in_time, args=(forward,), daemon=True).start()
 
     def wait_only_for(self, peers: Collection[int]) -> None:
-        """Enter the ranks that this rank's GPU may wait for from now on."""
+        """Record the ranks that this rank's GPU may wait for from now on."""
         self.peers = peers
 
     def be_alert(self, *, is_busy: Callable[[], bool] | None = None) -> None:
@@ -390,7 +390,7 @@ _TIMEOUT_WORDS = ("timed out", "timeout")
 
 @dataclass(kw_only=True)
 class Phase:
-    """The phase of a run, for messages: a verb such as "loading", the setting of its timeout, and what helps a loss."""
+    """The phase of a run, for messages: a verb such as "loading", its timeout's setting, and a remedy for a loss."""
 
     doing: str
     limit: str

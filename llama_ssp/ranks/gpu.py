@@ -66,7 +66,7 @@ def _stream_of(index: int) -> torch.cuda.Stream:
 
 
 def ends_run(error: BaseException | None) -> bool:
-    """Whether an error, or one that it was raised for, leaves no other way to go on: the GPU is lost, or full."""
+    """Whether an error, or one that it was raised for, keeps the run from going on: the GPU is lost, or full."""
     return is_lost(error) or any(exhaustion(one) for one in _causes(error))
 
 
@@ -93,7 +93,7 @@ class DeviceWait:
 
     Attributes:
         timeout_s: how long a wait may take if no host is at work.
-        is_waiting: the main thread waits for the device, and does not work.
+        is_waiting: whether the main thread waits for the device, and does not work.
         passed_s: when this rank last got past a wait, on the monotonic clock.
     """
 

@@ -49,7 +49,7 @@ class MemoryWatch:
 
     @contextmanager
     def closely(self) -> Iterator[None]:
-        """Sample all the time meanwhile; a GPU's allocator remembers its peak itself."""
+        """On a CPU, sample continually during the block; a GPU's allocator remembers its peak itself."""
         done = threading.Event()
 
         def watch() -> None:

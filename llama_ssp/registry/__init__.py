@@ -26,8 +26,8 @@ Record = TypeVar("Record", bound=_Named)
 class Registry(Generic[Record]):
     """The records of one kind; error messages begin with their `setting`.
 
-    The values of a `kind` are records too: in `modules`, in the modules of packages among them, and in `records` of
-    every extension. They are read when a record is first asked for; records that plugins register take their place.
+    All values of type `kind` are records: those in `modules`, in the modules of packages among these, and in `records`
+    of every extension. They are read when a record is first needed; records that plugins register replace them.
     """
 
     def __init__(self, *, setting: str, modules: tuple[str, ...] = (), kind: type[Record] | None = None) -> None:

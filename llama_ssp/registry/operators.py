@@ -1,8 +1,8 @@
-"""Operators of a device, by an extension or a plugin, in place of torch's version, which is the reference.
+"""Operators of a device, from an extension or a plugin, that replace torch's version, which is the reference.
 
-Code that builds a model or a decoder asks once for an operation on its device, with all that decides the case, and
-keeps the answer: None where torch's version is to run. `make` says so itself, by the number format, the sizes, the
-instructions of this machine, or because the operator does not agree with its reference.
+Code that builds a model or a decoder asks once for an operation on its device, with all facts that matter, and keeps
+the result, which is None if torch's version is to run. The function `make` of a record decides this, by the number
+format, the sizes, the instructions of this machine, or because the operator does not agree with its reference.
 
     operation             asked by                                what is made
     linear                `kernels.linear.make_linear`            the kernel of a weight
@@ -49,6 +49,6 @@ register = OPERATORS.register
 
 
 def made(operation: str, device: str, /, *case: Any, **how: Any) -> Any:  # noqa: ANN401 - as the operation has them
-    """The operator of an operation on a kind of device for a case; None if torch's version is to run."""
+    """Make the operator of an operation on a kind of device for a case; None if torch's version is to run."""
     record = OPERATORS.find(f"{operation} on {device}")
     return record and imported(record.make, setting=record.name)(*case, **how)

@@ -104,7 +104,7 @@ class Packing:
     def matrix_bytes(self, num_weights: int, value_bytes: int, *, group: int = 0) -> int:
         """Bytes of a matrix without the bytes per output.
 
-        `value_bytes` are of a number in the model's number format; `group` inputs share a word, 0 for the most.
+        `value_bytes` is the size of a number in the model's number format; `group` inputs share a word, 0 for the most.
         """
         if self.weight_bytes is None:
             return num_weights * value_bytes
@@ -188,7 +188,7 @@ class StorageFormat:
         return self.compiled
 
     def load(self, reference: str | None) -> Any:  # noqa: ANN401 - of a module that may import torch
-        """Import its reader or its kernel, if there is one."""
+        """Import the format's reader or kernel, if there is one."""
         return reference and imported(reference, setting=f"model.quantization={self.name}")
 
 
@@ -210,7 +210,7 @@ def easiest_format() -> str:
 
 ROWS_OF_A_PASS = 32  # Rows that our kernel computes while it reads the weights once.
 FEW_ROWS = 4 * ROWS_OF_A_PASS
-"""Rows up to which it multiplies by the packed weights as they are; for more the matrix is unpacked.
+"""The most rows that our kernel multiplies by packed weights as they are; for more rows the matrix is unpacked.
 
 Derived, not measured. Unpacking an int8 weight moves 5 bytes of memory: it reads 1, writes 2 and reads 2. Four passes
 of the kernel move 4; each further one would move one more, and through the L2 cache two more of inputs.

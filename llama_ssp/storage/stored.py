@@ -91,10 +91,10 @@ def stored_format(
     """The format that a config.json describes, on top or in its text part; None without a description.
 
     Args:
-        content: of the file.
+        content: content of the file.
         layers: the modules of each layer that may be quantized, by the library's names.
         head: the module of the output, if this is not the embedding, which is not quantized.
-        has_odd_experts: no format keeps the experts of the model.
+        has_odd_experts: whether the model has experts that no format keeps.
     """
     parts = [part for part in (content, content.get("text_config")) if isinstance(part, dict)]
     holder = next((part for part in parts if QUANTIZATION in part), None)
@@ -184,7 +184,7 @@ _LEAVES = {
 }
 """Other last parts of a module's name in files, which may have fused matrices in parts, or parts fused."""
 _PARTS = {".mlp.": ".block_sparse_moe.", ".forget_gate.": "."}
-"""Parts of the library's names, and what files have in their place."""
+"""Parts of the library's names, and the parts that files have in their place."""
 _BEGINNINGS = {
     "model.": (
         "backbone.",

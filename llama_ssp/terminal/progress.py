@@ -80,7 +80,7 @@ class Pace:
     """Progress of one mode of a run: first the completions of all its parts, then measurements of this part alone.
 
     Attributes:
-        num_ended: completions.
+        num_ended: number of ended completions.
         num_tokens, num_ended_tokens: new tokens, with and without open completions.
         ended_ms: sum over the ended completions of the time from first prefill to last token.
         busy_s: wall time.

@@ -118,7 +118,7 @@ class Terminal:
         return self._out.is_terminal and not self._out.quiet
 
     def point(self, title: str, *, is_first: bool) -> None:
-        """Begin a point of a sweep with a double line across the screen, below which stands what has no room in it."""
+        """Begin a point of a sweep with a double line across the screen; settings that do not fit are printed below."""
         if not is_first:
             self._show(Text())
         name, _, settings = visible(title).partition(": ")

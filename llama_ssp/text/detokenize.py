@@ -34,7 +34,7 @@ class TextAfter:
         self.context, self.context_text = self._choose_context(ids)
 
     def decode(self, new_ids: Sequence[int]) -> str:
-        """The text of new ids; a character that the ids before have begun belongs to it."""
+        """Return the text of new ids, including a character that the ids before them have begun."""
         whole = self._decode([*self.context, *new_ids])
         # The second, if the new ids complete a character that stands incomplete at the end of the context.
         for text in (self.context_text, self.context_text.rstrip(INCOMPLETE)):

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TopLogprob:
-    """A token that a place could have had, and its log-probability in nats."""
+    """A token that a position could have had, and its log-probability in nats."""
 
     token: int
     logprob: float
@@ -32,13 +32,13 @@ def part(logprobs: Sequence[TokenLogprob], tokens: slice, *, num_top: int) -> li
 
 @dataclass(frozen=True, kw_only=True)
 class CompletionLogProbs:
-    """Log-probabilities of a completion, as `logprobs` and `prompt_logprobs` ask; None for what was not asked.
+    """Log-probabilities of a completion, as `logprobs` and `prompt_logprobs` request them; None for others.
 
     Attributes:
-        logprobs: of the new tokens under the model, at temperature 1 and before all processors.
-        drawn_logprobs: the same under the law that they were drawn from; None if it is the model's own, and of greedy
-            text, whose draws are certain.
-        prompt_logprobs: of the prompt's tokens but the first, under the model.
+        logprobs: those of the new tokens under the model, at temperature 1 and before all processors.
+        drawn_logprobs: those of the new tokens under the law that they were drawn from; None if it is the model's own,
+            and for greedy text, whose draws are certain.
+        prompt_logprobs: those of the prompt's tokens but the first, under the model.
     """
 
     logprobs: list[TokenLogprob] | None = None

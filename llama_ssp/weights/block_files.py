@@ -1,4 +1,4 @@
-"""Integers or FP8 whose scales are a matrix over blocks, as files have them; layouts are drawn in `packed`."""
+"""Integers or FP8 whose scales are a matrix over blocks, as files store them; `packed` shows the layouts."""
 
 from collections.abc import Mapping
 from typing import ClassVar
@@ -47,13 +47,13 @@ class BlockTensor(PackedTensor):
         return (dtype, shape) if fits else None
 
     def _blocks(self, places: range, dim: int) -> tuple[range, Tensor]:
-        """The blocks that some outputs or inputs are in, and the place of each one's block among them."""
+        """Return the blocks that some outputs or inputs are in, and the index of each one's block among these."""
         size = self.layout.block[dim] or self.shape[dim]
         blocks = range(places[0] // size, places[-1] // size + 1)
         return blocks, torch.tensor(places) // size - blocks.start
 
     def _matrix(self, leaf: str, rows: range, columns: range) -> Tensor:
-        """A part of a stored matrix, or of a vector that stands for a column, with the outputs first."""
+        """Return a part of a stored matrix, or of a vector stored in place of a column, with the outputs first."""
         stored = self.parts[leaf]
         if len(stored.shape) < 2:
             return stored.mapped().view(-1, 1)[rows.start : rows.stop]

@@ -25,7 +25,7 @@ from torch import Tensor
 from llama_ssp.storage.formats import FP4_GROUP, INT4_GROUPS, INT4_ZERO_BITS, WORD_BYTES, Product
 
 GAP = 2**16 - 1
-"""Stands for no input in an order; inputs are fewer."""
+"""The number for no input in an order of inputs, of which there are always fewer."""
 _BORDERS = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
 """The borders between the numbers of neighbouring codes of E2M1."""
 

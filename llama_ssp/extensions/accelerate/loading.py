@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 
 
 def check(world: World, layout: Layout, _shape: ModelShape, quantization: str) -> None:
-    """PlacementError if a format works on one GPU per rank only; `models.loading.check_model` checks the rest."""
+    """Raise PlacementError if a format works on one GPU per rank only; `models.loading.check_model` checks the rest."""
     devices = world.free_devices if world.comm.rank in layout.target_ranks else (world.device,)
     if format_of(quantization).one_gpu_per_rank and devices[0].type == "cuda" and len(devices) > 1:
         others = [record.name for record in formats().values() if record.change_weight and not record.one_gpu_per_rank]
@@ -55,7 +55,7 @@ def load(loading: Loading) -> ModuleRunner:
 
 
 def _names(model: PreTrainedModel) -> tuple[list[str], list[str], list[str]]:
-    """Names of a model's outermost modules: before the layers, the layers, and after them."""
+    """Return the names of a model's outermost modules: those before the layers, the layers, and those after them."""
     modules, (stack, layers) = dict(model.named_modules()), layers_of(model)
     before, after = list[str](), list[str]()
     side = before

@@ -16,7 +16,7 @@ from llama_ssp.settings.backends import Backend
 
 
 def split_layers(num_layers: int, *, num_devices: int) -> tuple[range, ...]:
-    """Split the layers evenly; devices beyond the layers have none."""
+    """Split the layers evenly; if there are more devices than layers, the last devices have none."""
     used = min(num_devices, num_layers)
     return split_blocks(num_layers, used) + (range(num_layers, num_layers),) * (num_devices - used)
 

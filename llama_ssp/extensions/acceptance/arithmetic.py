@@ -29,7 +29,7 @@ class ExpectedRounds(NamedTuple):
     """The expected rounds of some texts.
 
     Attributes:
-        mean_B, variance_B: of the cost of a text's rounds; of their number if each costs 1.
+        mean_B, variance_B: mean and variance of the cost of each text's rounds; of their number if each round costs 1.
         visits_BT: the probability that a round begins at each place.
     """
 
@@ -52,7 +52,7 @@ def by_left(tokens_BN: Array, lengths_B: NDArray[np.int64], num_draft_tokens: in
 
 
 def by_left_from(rows_BNK: Array, lengths_B: NDArray[np.int64], num_draft_tokens: int) -> Array:
-    """The same from numbers (B, N, K or more) of the tokens that a round would draft after each number of tokens."""
+    """Do as `by_left` from numbers (B, N, K or more) of the tokens that a round would draft after each token count."""
     left_T, ahead_K = np.arange(rows_BNK.shape[1] + 1), np.arange(num_draft_tokens)
     places_BT = np.clip(lengths_B[:, None] - left_T, 0, rows_BNK.shape[1] - 1)
     found_BTK = rows_BNK[np.arange(len(rows_BNK))[:, None], places_BT, :num_draft_tokens]
@@ -60,7 +60,10 @@ def by_left_from(rows_BNK: Array, lengths_B: NDArray[np.int64], num_draft_tokens
 
 
 def reach_of(log_ratios_BTK: Array, *, as_block: bool = False) -> Array:
-    """G (B, T, D) of rounds at each place, from log q - log p of their tokens, or from log-chances of at most 0."""
+    """Return G (B, T, D) of rounds that begin at each place.
+
+    `log_ratios_BTK` are log q - log p of their tokens, or logarithms, at most 0, of chances to be accepted.
+    """
     with np.errstate(invalid="ignore"):
         steps_BTK = log_ratios_BTK if as_block else np.minimum(log_ratios_BTK, 0.0)
         sums_BTK = np.cumsum(steps_BTK, axis=-1)
@@ -70,16 +73,16 @@ def reach_of(log_ratios_BTK: Array, *, as_block: bool = False) -> Array:
 
 
 def added(reach_BTD: Array, num_draft_tokens: int | NDArray[np.int64]) -> Array:
-    """The probability (B, T, D) that a round adds 1, 2, ... tokens at each place.
+    """Return the probability (B, T, D) that a round that begins at each place adds 1, 2, ... tokens.
 
-    K is one number, or one of each place, (T,) or (B, T).
+    K is one number, or a number for each place, (T,) or (B, T).
     """
     left_T = np.arange(reach_BTD.shape[1])
     return _added(reach_BTD, np.minimum(num_draft_tokens, left_T - 1))
 
 
 def _added(reach: Array, most_accepted: NDArray[np.int64]) -> Array:
-    """The same of G (..., D) and the most tokens that each round can accept."""
+    """See `added`, from G (..., D) and the most tokens that each round can accept."""
     limited = np.where(np.arange(reach.shape[-1]) <= most_accepted[..., None], reach, 0.0)
     further: Array = np.concatenate([limited[..., 1:], np.zeros_like(limited[..., :1])], axis=-1)
     return limited - further
@@ -93,7 +96,7 @@ def rounds_of(
 ) -> ExpectedRounds:
     """Expected rounds to produce `lengths_B` new tokens with K drafted tokens per round; K may vary by position.
 
-    `costs_BT` are of rounds that begin at each place.
+    `costs_BT` are the costs of rounds that begin at each place.
     """
     num_texts, num_places, _ = reach_BTD.shape
     added_BTD = added(reach_BTD, num_draft_tokens)
@@ -114,7 +117,10 @@ def rounds_of(
 
 
 def least_cost(reach_BTD: Array, lengths_B: NDArray[np.int64], costs: dict[int, float]) -> Array:
-    """The least expected cost (B,) of the rounds of texts, if G is known and K chosen by it; `costs` by K, 0 plain."""
+    """Return the least expected cost (B,) of the rounds of texts if each round's K could be chosen with G known.
+
+    `costs` has the cost of a round by K; key 0 has that of a plain step.
+    """
     num_texts, num_places, _ = reach_BTD.shape
     best_BT, chances = np.zeros((num_texts, num_places)), {number: added(reach_BTD, number) for number in costs}
     for left in range(1, num_places):
@@ -129,7 +135,10 @@ def least_cost(reach_BTD: Array, lengths_B: NDArray[np.int64], costs: dict[int, 
 
 
 def rejected(reach_BTD: Array, rounds: ExpectedRounds, num_draft_tokens: int) -> Array:
-    """The expected rounds that draft each token after accepting all before it, and that reject it, (2, B, T)."""
+    """Return how many rounds are expected to reach each token, having accepted all before it, and to reject it.
+
+    The result is (2, B, T).
+    """
     visits_BT = rounds.visits_BT
     found_2BT, num_places = np.zeros((2, *visits_BT.shape)), visits_BT.shape[1]
     for ahead in range(min(num_draft_tokens, num_places - 2)):
@@ -141,7 +150,10 @@ def rejected(reach_BTD: Array, rounds: ExpectedRounds, num_draft_tokens: int) ->
 
 
 def by_position(reach_BTD: Array, rounds: ExpectedRounds, num_draft_tokens: int) -> Array:
-    """The share (K,) of rounds that accept the token at each position, of rounds that no end of a text can cut."""
+    """Return the share (K,) of rounds that accept the token at each position.
+
+    Rounds so near the end of a text that it could cut them short do not count.
+    """
     whole = slice(num_draft_tokens + 1, None)
     visits_BT = rounds.visits_BT[:, whole]
     accepted_D: Array = np.einsum("bt,btd->d", visits_BT, reach_BTD[:, whole, : num_draft_tokens + 1])

@@ -1,4 +1,4 @@
-"""Knows pairs by the trace that a run or a plan names, else by a stored one, if there is any. Imports nothing slow."""
+"""Finds a pair's acceptance in the trace that a run or plan names, else in a stored one. Imports nothing slow."""
 
 from functools import partial
 from typing import TYPE_CHECKING
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def of_run(config: RunConfig) -> "Callable[[PlannedPair], Acceptance | None]":
-    """The function that knows the acceptance of pairs for a config; raises as `plans.of_trace`."""
+    """Return the function that returns the acceptance of pairs for a config; raises the errors of `plans.of_trace`."""
     if (folder := getattr(config, "trace", None)) is None:  # the library's settings lack the extensions' ones
         return partial(_stored, config)
     from llama_ssp.extensions.acceptance.plans import of_trace
@@ -23,7 +23,7 @@ def of_run(config: RunConfig) -> "Callable[[PlannedPair], Acceptance | None]":
 
 
 def _stored(config: RunConfig, pair: "PlannedPair") -> "Acceptance | None":
-    """The acceptance of a pair by its stored trace; None without one."""
+    """Return the acceptance of a pair by its stored trace; None if no trace is stored."""
     if not (file := stored_file(pair.target, pair.draft)).is_file():
         return None
     from llama_ssp.extensions.acceptance.plans import in_file

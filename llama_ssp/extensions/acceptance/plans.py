@@ -22,18 +22,20 @@ from llama_ssp.settings.trees import TreeShape
 
 @dataclass(frozen=True, kw_only=True)
 class TracedAcceptance(Acceptance):
-    """The acceptance of a draft in a trace; `probability` at every position gives its tokens per round at the usual K.
+    """The acceptance of a draft in a trace.
+
+    `probability` is the one that, at every position, gives the trace's tokens per round at the usual K.
 
     Attributes:
         shares: for K = 1, 2, ... the shares of rounds that accept the token at each position.
-        of_trees: trees that were read, and tokens per round of each.
+        of_trees: the trees in the trace, and the tokens per round of each.
     """
 
     shares: tuple[tuple[float, ...], ...]
     of_trees: tuple[tuple[TreeShape, float], ...] = ()
 
     def tokens_by_length(self, probability: float, longest: int) -> list[float]:
-        """See `Acceptance`; beyond the trace each further position declines as heads' do."""
+        """See `Acceptance`; positions beyond the trace decline in probability as those of heads do."""
         factor = self._factor(probability)
         found = [1 + factor * sum(of_k) for of_k in self.shares[:longest]]
         last = self.by_position(self.probability, len(self.shares))[-1]
@@ -69,7 +71,10 @@ def _accepted(probability: float) -> float:
 
 
 def of_trace(config: RunConfig, folder: str) -> Callable[[PlannedPair], Acceptance | None]:
-    """The function that knows pairs by a trace; ConfigError if that has another target, files or law, or no draft."""
+    """Return the function that returns the acceptance of pairs by a trace.
+
+    Raises ConfigError if the trace has another target, other files or another law, or lacks the draft.
+    """
     asked, own, file = f"trace={folder}", str(draft_name(config.draft)), Path(folder)
     trace = _read(file / TRACE_FILE if file.is_dir() else file, asked)
     law = trace.law_of(law_of(config.sampling), asked=asked)
@@ -93,14 +98,14 @@ def of_trace(config: RunConfig, folder: str) -> Callable[[PlannedPair], Acceptan
 
 
 def in_file(config: RunConfig, file: Path, pair: PlannedPair) -> Acceptance | None:
-    """The acceptance of a pair in a stored trace, by a config's law; None without it, and if files have changed."""
+    """Return the acceptance of a pair in a stored trace; None if the trace lacks the config's law or files changed."""
     trace = _read(file, catalogue.shown(file))
     laws = [law for law, settings in enumerate(trace.about["laws"]) if settings == law_of(config.sampling)]
     return _find(trace, laws[0], catalogue.shown(file), pair) if laws and not _changed(config, trace) else None
 
 
 def _changed(config: RunConfig, trace: Trace) -> str | None:
-    """The name of a model of a config that has other files here than the one that has read the texts."""
+    """Return the name of a model of a config whose files differ from those of the model that read the texts, if any."""
     from llama_ssp.weights import hub
     from llama_ssp.weights.hashes import fingerprint
 

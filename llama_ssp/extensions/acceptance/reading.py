@@ -58,7 +58,7 @@ class Text:
 
 
 class AlongText(Rule):
-    """Draws the tokens that rows hold already, from the probabilities that a rule would draw them with."""
+    """A rule that draws the tokens that rows hold already; returns the probabilities that another rule has for them."""
 
     def __init__(self, rule: Rule) -> None:
         self.__dict__ |= vars(rule)
@@ -66,7 +66,7 @@ class AlongText(Rule):
 
     @classmethod
     def of(cls, rule: Rule) -> Rule:
-        """The rule along texts; proposals that are certain need none, since rounds end where one is wrong."""
+        """Wrap a rule; returns a rule of certain proposals as it is, since a round ends at its first wrong proposal."""
         return rule if rule.takes_best else cls(rule)
 
     def draw(
@@ -92,7 +92,7 @@ class _Batch(NamedTuple):
 
     @classmethod
     def of(cls, texts: Sequence[Text], device: torch.device, *, num_nodes: int) -> "_Batch":
-        """Texts, with slots for as many nodes of a tree after each."""
+        """Lay out texts side by side, with slots for `num_nodes` nodes of a tree after each."""
         lengths, num_new = [len(text.prompt_ids) for text in texts], max(len(text.token_ids) for text in texts)
         num_slots = whole_steps(max(lengths) + num_new + 1 + num_nodes)
         ids = [[*text.prompt_ids, *text.token_ids] for text in texts]
@@ -152,13 +152,13 @@ class Reader:
     """Reads texts of one law.
 
     Args:
-        config: of the run, with the law's temperature.
-        drafts: the models of each draft, which share the target, and its settings.
-        longest: J of drafts whose laws depend on where a round began, or the depth of the deepest tree.
+        config: config of the run, with the law's temperature.
+        drafts: for each draft, its models, which share the target, and its settings.
+        longest: J for drafts whose laws depend on where a round began, or the depth of the deepest tree.
         trees: shapes of trees that every draft drafts.
 
     Attributes:
-        widths: the numbers of a place that each draft has: 1, or J.
+        widths: how many numbers each draft has for a place: 1, or J.
     """
 
     def __init__(
@@ -207,10 +207,11 @@ class Reader:
 
     @torch.inference_mode()
     def read(self, texts: Sequence[Text]) -> Found:
-        """Numbers of at most `batch_size` texts, whose longest prompt and longest text fit into the context together.
+        """Return the numbers of at most `batch_size` texts.
 
-        On the rank of a replica that verifies, by name: (B, N) of the target, (B, N, J) of drafts, as
-        `draft/log_q`; other ranks take part.
+        The longest prompt and the longest text must fit into the context together. On the rank of a replica that
+        verifies, returns the target's numbers (B, N) by name, and those of drafts (B, N, J) by names such as
+        `draft/log_q`; the other ranks take part and return nothing.
         """
         filled = [*texts, *[texts[0]] * (self._batch_size - len(texts))]  # of one size: caches stay
         batch = _Batch.of(filled, self._target.device, num_nodes=self._num_nodes)
@@ -255,7 +256,7 @@ class Reader:
         return found | (dict(ChainMap(*of_trees)) if self._is_reporting else {})
 
     def _of_target(self, laws_BTV: Tensor, ids_BT: Tensor) -> Found:
-        """The log-probability of each token, its mean and its variance; of greedy text how far from the best logit."""
+        """Return each token's log-probability, its mean and its variance; for greedy text the gap to the best logit."""
         values_BT = laws_BTV.gather(-1, ids_BT[..., None])[..., 0]
         if self._is_greedy:
             zeros_BT = torch.zeros_like(values_BT)
@@ -277,7 +278,7 @@ def _of_draft(draft_BTV: Tensor, laws_BTV: Tensor, ids_BT: Tensor) -> Found:
 
 
 def _of_proposals(proposed_BT: Tensor, ids_BT: Tensor) -> Found:
-    """The same of a draft that proposes one token, with probability 1."""
+    """Return the same numbers for a draft that proposes one token, with probability 1."""
     certain_BT = torch.where(proposed_BT == ids_BT, 0.0, _NEVER)
     return {LOG_Q: certain_BT, LOG_RACE: certain_BT}
 
@@ -286,7 +287,7 @@ class _Windows:
     """Numbers of trees with drawn children, of each beginning whose tokens have all been read.
 
     Attributes:
-        shapes: of the trees, which may be none.
+        shapes: shapes of the trees; may be empty.
     """
 
     def __init__(self, shapes: Sequence[TreeShape], device: torch.device) -> None:
@@ -294,7 +295,7 @@ class _Windows:
         self._ahead = max((shape.depth for shape in shapes), default=1) - 1
 
     def begin(self, batch: _Batch) -> None:
-        """Forget the texts before; the siblings of a batch are drawn by its tokens alone."""
+        """Forget the earlier texts, and seed the draw of siblings by the tokens of this batch alone."""
         self._found: dict[str, list[Tensor]] = {f"{TREE}{shape.text}": [] for shape in self.shapes}
         self._kept: Sequence[Tensor] = ()
         self._generator.manual_seed(crc32(batch.tokens_BS.cpu().numpy().tobytes()))
@@ -315,7 +316,10 @@ class _Windows:
         self._kept = [values[:, max(num_ready, 0) :] for values in kept]
 
     def note(self, *places: Tensor, num_beginnings: int) -> None:
-        """Note the trees that begin at the first `num_beginnings` positions; missing later positions never count."""
+        """Keep the numbers of trees that begin at the first `num_beginnings` positions.
+
+        Later positions that are missing are filled in; their numbers never count.
+        """
         ahead = num_beginnings + self._ahead - places[0].shape[1]
         laws_BSV, draft_BSV, ids_BS = (_longer(values, ahead) for values in places)
         for shape in self.shapes:
@@ -328,12 +332,12 @@ class _Windows:
             self._found[f"{TREE}{shape.text}"].append(steps_XD.unflatten(0, (-1, num_beginnings)))
 
     def end(self) -> Found:
-        """The numbers of the batch, (B, N, D)."""
+        """Return the numbers (B, N, D) of the batch."""
         return {name: torch.cat(found, dim=1) for name, found in self._found.items()}
 
 
 def _longer(values_BT: Tensor, num_more: int) -> Tensor:
-    """Repeat the last place; the same if there are enough."""
+    """Append `num_more` copies of the last position; none if it is not positive."""
     return torch.cat([values_BT, *[values_BT[:, -1:]] * num_more], dim=1)
 
 
@@ -388,7 +392,7 @@ class _Whole:
         return ids.clamp_max(self._runner.vocab_size - 1)
 
     def end(self) -> Found:
-        """The numbers of the batch, (B, N, 1), of trees (B, N, D)."""
+        """Return the numbers (B, N, 1) of the batch, and (B, N, D) of its trees."""
         found, self._found = self._found, []
         numbers = {name: torch.cat([one[name] for one in found], dim=1)[..., None] for name in found[0]}
         return {f"{self.name}/{name}": values for name, values in (numbers | self.windows.end()).items()}
@@ -421,7 +425,7 @@ class _Steps:
         self._next, self._first_law = 1, 0
 
     def read(self, batch: _Batch, laws_BTV: Tensor | None, start: int, stop: int) -> None:
-        """Propose from all places whose tokens the target has read so far, and keep the laws of further ones."""
+        """Propose from all places whose next tokens the target has read, and keep the laws of the remaining places."""
         if laws_BTV is not None:
             self._laws.append(laws_BTV)
         is_last = stop == batch.num_new
@@ -461,7 +465,7 @@ class _Steps:
         self._found.append(found | {PROPOSED: proposed_BJ[:, :1]})
 
     def end(self) -> Found:
-        """The numbers of the batch, (B, N, J), of trees (B, N, D); nothing is drafted before the first new token."""
+        """Return the numbers (B, N, J) of the batch, and (B, N, D) of its trees; no round drafts the first token."""
         found, self._found, self._laws = self._found, [], []
         stacked = {name: torch.stack([one[name] for one in found], dim=1) for name in (found[0] if found else ())}
         stacked |= self.windows.end() if found else {}
@@ -489,7 +493,7 @@ class _CertainTree:
         self._limit = DraftLimit(context, shape.depth) if context else None
 
     def read(self, batch: _Batch) -> Found:
-        """Numbers (B, N, D) of texts that the target has read."""
+        """Return the numbers (B, N, D) of the trees in texts that the target has read."""
         num_rows, depth, num_nodes = len(batch.rows), self._shape.depth, self._shape.num_nodes
         self._drafter.allocate(batch_size=num_rows, num_slots=batch.buckets.num_slots)
         prompts = self._limit.of_prompts(batch.prompts) if self._limit else batch.prompts

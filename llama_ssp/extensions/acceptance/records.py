@@ -28,13 +28,13 @@ from llama_ssp.settings.trees import tree_shape
 from llama_ssp.text.messages import key_of
 
 TRACE_FILE, STORED = "acceptance.npz", "traces"
-"""The file of a run folder, and the folder of your own with the traces that are stored."""
+"""The name of the trace in a run folder, and the folder of the user's data that has the stored traces."""
 MOST_K = 64
 
 
 @dataclass(kw_only=True)
 class AcceptanceConfig(TaskConfig):
-    """One reading of finished texts by the target and by drafts, which says what every K and rule would accept."""
+    """One reading of finished texts by target and drafts, which tells what every K and rule would accept."""
 
     name: str = "acceptance"
     drafts: list[str] = made(list, "drafts that read the texts, by their names in draft=; none takes the run's draft.")
@@ -67,31 +67,31 @@ def unknown_draft(name: str) -> str | None:
 
 
 def temperatures_of(config: RunConfig) -> list[float]:
-    """The temperatures of the texts; a sample's is that of its number modulo how many there are."""
+    """Return the T temperatures of the texts; sample number n has temperature number n mod T."""
     return [*cast("AcceptanceConfig", config.task).temperatures] or [config.sampling.temperature]
 
 
 def drafts_of(config: RunConfig) -> dict[str, DrafterConfig]:
-    """The drafts that read the texts, by name: the run's own, then the others of the task."""
+    """Return the drafts that read the texts, by name: the run's own, then the other ones of `task.drafts`."""
     own = str(draft_name(config.draft))
     names = cast("AcceptanceConfig", config.task).drafts
     return {own: config.draft} | {name: draft_named(name) for name in names if name != own}
 
 
 def trees_of(config: RunConfig) -> list[str]:
-    """The trees that are read: the run's own, then the others of the task."""
+    """Return the trees that are read: the run's own, then the other ones of `task.trees`."""
     own = [config.speculation.tree] if config.speculation.tree else []
     return [*dict.fromkeys([*own, *cast("AcceptanceConfig", config.task).trees])]
 
 
 def in_rounds(config: RunConfig, draft: DrafterConfig, tree: str | None = None) -> RunConfig:
-    """The settings of rounds of a draft, one after the other, with a tree or with chains."""
+    """Return the settings of a run whose rounds use this draft, without overlap, with a tree or with chains."""
     speculation = replace(config.speculation, tree=tree, overlap=False)
     return replace(config, draft=draft, speculation=speculation)
 
 
 def stored_file(target: str, draft: str) -> Path:
-    """The file of a stored pair."""
+    """Return the file of the stored trace of a target and a draft."""
     return catalogue.user_dir() / STORED / f"{target}--{draft}.npz".replace("/", "--")
 
 
@@ -156,7 +156,7 @@ def _problems_of_trees(config: RunConfig) -> Iterator[str]:
 
 
 def _unreadable(config: RunConfig) -> Iterator[str]:
-    """Settings of texts or of rounds that no reading knows."""
+    """Yield a sentence for each setting of texts or rounds that no reading supports."""
     if asked := constraint_asked(config.sampling):
         yield f"task=acceptance reads texts without a {asked.name}: leave it out of sampling"
     if cache := cache_of(config.draft):
@@ -201,7 +201,7 @@ class TracedRun(RunConfig):
 
 @dataclass(kw_only=True)
 class TracedPlan(PlanConfig, TracedRun):
-    """A plan of such a run."""
+    """A plan whose acceptance may come from a trace."""
 
 
 TRACE = MoreSettings(name="trace", config=TracedRun, after="hardware", paths=("trace",), changeable=("trace",))

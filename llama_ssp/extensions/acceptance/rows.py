@@ -14,7 +14,7 @@ from llama_ssp.text.messages import share
 
 RowKey = tuple[str, str, float, int, str | None]
 Costs = Mapping[str, Mapping[int, float]]
-"""Seconds of a round, by draft and K; 0 is a plain step."""
+"""Seconds of a round, by draft and K; K = 0 is a plain step."""
 CostsOfTrees = Mapping[tuple[str, str], float]
 """Seconds of a round, by draft and tree."""
 Auto = Callable[[str, Sequence[Replay], Sequence[Mapping[int, float]]], float]
@@ -26,13 +26,13 @@ _NUM_LOST, _NUM_SAID, _NUM_BEFORE = 10, 2, 8
 
 @dataclass(frozen=True, kw_only=True)
 class LostRounds:
-    """Places at which rounds of a draft end because a token is rejected, by what stands there.
+    """Places at which a draft's rounds end with a certain rejected proposal in place of a certain token of the text.
 
     Attributes:
-        before: the text before the place of them at which most rounds end.
+        before: the text before that one of these places at which most rounds end.
         wanted, proposed: the target's token, and the most probable one of the draft.
-        num_places: in the texts read.
-        accepted: the share of these tokens that rounds accept once they come to them.
+        num_places: number of such places in the texts read.
+        accepted: the share of rounds that accept these tokens, among rounds that get to them.
         share: of all rejections.
     """
 
@@ -52,13 +52,13 @@ class AcceptanceRow(Line):
         low, high: the 95 % interval of `tokens_per_round` over prompts.
         by_position: shares of rounds that accept the drafted token at each position.
         by_category: tokens per round of the prompts of each category.
-        share_of_best: tokens per second over the figure of the fastest row of the temperature, by the costs of the
-            plan; of tokens per round without a plan.
+        share_of_best: tokens per second, by the costs of the plan, over those of the fastest row of the temperature;
+            without a plan the same ratio of tokens per round.
         headroom: by how much rounds would be faster than `num_draft_tokens=auto` if each had the best K, chosen with
             what will be accepted known; 0 without a plan, or without that extension.
         with_copies: the speed of `auto` with `draft.fallback=ngram`, over that without; 1 unless ngram has read too.
-        lost: where most rounds end, of the fastest row of chains of the draft and temperature.
-        num_prompts, num_new_tokens: of the texts that were read.
+        lost: where most rounds end, for the fastest row of chains of the draft and temperature.
+        num_prompts, num_new_tokens: numbers of prompts and of new tokens in the texts that were read.
         tree: what rounds draft in place of a chain, with K nodes; its positions are depths.
     """
 
@@ -94,18 +94,18 @@ class AcceptanceRow(Line):
 
     @property
     def point(self) -> PointOverK:
-        """Its point in a figure."""
+        """The row's point in a figure."""
         panel, line = f"Tokens per round, T = {self.temperature:g}", f"{self.draft}, {self.way}"
         return PointOverK(panel, line, self.num_draft_tokens, self.tokens_per_round, self.low, self.high)
 
     @property
     def name(self) -> str:
-        """Its name in a report."""
+        """The row's name in a report."""
         return f"{self.draft}, {self.way}, T = {self.temperature:g}, K = {self.num_draft_tokens}"
 
     @property
     def figures(self) -> ResultFigures:
-        """It has no times; every row is of the same texts, which are counted elsewhere."""
+        """No figures: rows have no times, and all rows have the same texts, which are counted elsewhere."""
         return ResultFigures(self.name, 0, 0, {}, {})
 
     @classmethod
@@ -176,7 +176,10 @@ def _title(results: Sequence[AcceptanceRow]) -> str:
 
 
 def _headroom(replay: Replay, costs: Mapping[int, float], auto_s: float) -> float:
-    """`AcceptanceRow.headroom`, from the seconds of rounds by K, 0 for a plain step, and the seconds of `auto`."""
+    """Return `AcceptanceRow.headroom`.
+
+    `costs` has the seconds of a round by K (key 0: a plain step), and `auto_s` the seconds of `auto`.
+    """
     reach_BTD, lengths_B = replay.reach_BTD[:NUM_SIMULATED], replay.lengths_B[:NUM_SIMULATED]
     known = {number: costs[number] for number in range(reach_BTD.shape[2])}
     return max(auto_s / float(least_cost(reach_BTD, lengths_B, known).sum()) - 1, 0.0)
@@ -216,9 +219,10 @@ def rows_of(
     auto: Auto | None = None,
     decode: Decode | None = None,
 ) -> Iterator[AcceptanceRow]:
-    """The rows of a trace, K from 1 to its longest, and trees; without the costs of a draft a round costs 1.
+    """Yield the rows of a trace: chains of K from 1 to its longest, and trees.
 
-    `auto` says the seconds of K = auto, and `decode` the text of tokens; without them rows lack both.
+    A round of a draft without `costs` costs 1. `auto` returns the seconds of K = auto, and `decode` the text of tokens;
+    without one of them, rows lack the figures that follow from it.
     """
     for law in range(len(trace.temperatures)):
         if not len(trace.texts(law)):
@@ -262,7 +266,7 @@ def _rows(trace: Trace, costs: Costs, auto: Auto | None, *, law: int, draft: str
 
 
 def _rows_of_trees(trace: Trace, costs: CostsOfTrees, *, law: int, draft: str) -> Iterator[AcceptanceRow]:
-    """The same of the trees of one draft and law, which all rules verify alike."""
+    """Yield the rows of the trees of one draft and law, which all rules verify alike."""
     for name, tree in trace.trees(draft).items():
         replay, rule = trace.replay_tree(name, law), trace.rules(draft, law)[0]
         row = _row(trace, replay, tree.depth, costs.get((draft, tree.text), 1.0), law=law, draft=draft, rule=rule)
@@ -270,7 +274,7 @@ def _rows_of_trees(trace: Trace, costs: CostsOfTrees, *, law: int, draft: str) -
 
 
 def _row(trace: Trace, replay: Replay, longest: int, cost: float, *, law: int, draft: str, rule: str) -> AcceptanceRow:
-    """A row of rounds that accept at most `longest` tokens."""
+    """Make the row of rounds that accept at most `longest` tokens."""
     texts, (tokens, low, high) = trace.texts(law), replay.tokens_per_round(longest)
     categories = trace.arrays["text_category"][texts]
     return AcceptanceRow(

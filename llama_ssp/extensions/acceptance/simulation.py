@@ -1,6 +1,6 @@
 """Runs the shipped `num_draft_tokens=auto` over finished texts, timed by the costs of a plan, with copies too.
 
-Its choices read what rounds before have accepted, so one course of its rounds is drawn, text after text.
+A choice depends on what earlier rounds accepted, so accepted tokens are drawn, one sequence of rounds for all texts.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,15 +21,15 @@ def auto_seconds(
     lengths: Mapping[str, Sequence[int]],
     num_texts: int,
 ) -> float:
-    """Seconds of the first texts of replays, of a draft and then of its fallback, with the draft's `auto`.
+    """Return the seconds that the first texts take with `auto`, with a draft and perhaps its fallback.
 
     Args:
-        draft: its name.
-        replays: of the same texts.
-        costs: for each replay, seconds of a plain step, 0, and of rounds by K.
-        make: of its record, `LengthChooser.simulate`.
-        lengths: the K that it chooses from, by draft; a K without a cost is left out.
-        num_texts: of these texts, from the first one on.
+        draft: name of the draft.
+        replays: replays of the same texts by the draft, and by its fallback if there is one.
+        costs: for each replay, the seconds of rounds by K; key 0 is a plain step.
+        make: `LengthChooser.simulate` of the chooser's record.
+        lengths: the K that the chooser has, by draft; a K without a cost is left out.
+        num_texts: how many of the texts to count, from the first one on.
     """
     rounds = {DraftChoice(0): costs[0][0]} | {
         DraftChoice(number, source): cost[number]

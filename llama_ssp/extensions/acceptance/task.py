@@ -1,7 +1,7 @@
 """`task=acceptance`: samples texts or takes finished ones, reads them with target and drafts, and writes their trace.
 
-Batches of texts are read in one order, whatever was read before an interruption; each is a part in the run folder, and
-the parts become the trace.
+Batches of texts are read in an order that does not depend on what was read before an interruption. Each batch becomes
+a part in the run folder, and the parts together become the trace.
 """
 
 import base64
@@ -92,7 +92,7 @@ def _configs(config: RunConfig) -> list[RunConfig]:
 
 
 def _given(session: Session) -> list[FinishedText]:
-    """The texts that the user names, the same on every rank."""
+    """Return the texts that the user names, the same on every rank."""
     task, models = cast("AcceptanceConfig", session.config.task), session.models
     read = partial(
         read_texts,
@@ -144,7 +144,7 @@ def _sampled(session: Session, requests: list[PromptRequest]) -> list[FinishedTe
 def _loaded(
     session: Session, configs: Sequence[RunConfig]
 ) -> tuple[dict[str, tuple[Models, DrafterConfig]], dict[str, Source | None]]:
-    """The models of each draft, which share the target in memory, and where its weights are from."""
+    """Load the models of each draft, which share the target in memory; returns them with the sources of weights."""
     config, first = session.config, session.models
     own, *others = drafts_of(config).items()
     found = {own[0]: (first, own[1])}
@@ -277,7 +277,7 @@ def _arrays(texts: Sequence[FinishedText], found: Found) -> dict[str, Any]:
 
 
 def _write(file: Path, content: bytes) -> None:
-    """Write a file whole or not at all; raises SspError if the disk fails."""
+    """Write a file atomically; raises SspError if the disk fails."""
     try:
         file.parent.mkdir(exist_ok=True)
         draft = file.with_suffix(".tmp")
@@ -334,7 +334,7 @@ def costs_of(model: CostModel, longest: int) -> dict[int, float]:
 
 
 def check_likely(trace: Trace, law: int, *, asked: str) -> None:
-    """Raise ConfigError for texts that the target does not make with a law."""
+    """Raise ConfigError for texts that the target would not write with a law."""
     temperature = trace.temperatures[law]
     said = f"{asked} are not the target's texts at temperature {temperature:g}"
     impossible, apart = trace.unlikely(law)

@@ -1,4 +1,4 @@
-"""Finished texts of a run folder, of a JSONL of prompt and completion, or of a batch answer, as ids of the target."""
+"""Reads finished texts as ids of the target: from a run folder, a JSONL of prompt and completion, or a batch answer."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,7 +27,7 @@ _OF_LAW = {
     "logit_bias": "logit_bias",
     "min_tokens": "min_new_tokens",
 }
-"""Fields of a request that make the law of its texts, and their settings of sampling."""
+"""Fields of a request that decide the law of its texts, and the settings of sampling that they set."""
 _OFF: dict[str, tuple[object, ...]] = {
     **{one.name: (one.off, *one.also_off) for one in filters()},
     "min_tokens": (0,),
@@ -41,7 +41,7 @@ class FinishedText(Text):
 
     Attributes:
         law: the number of the law that it was drawn with.
-        place: where it stands, in an error.
+        place: how errors name the place that the text was read from.
     """
 
     index: int
@@ -85,7 +85,7 @@ def read_texts(
 def _of_run(
     config: RunConfig, content: bytes, own: Path, tokenizer: PreTrainedTokenizerBase, *, asked: str
 ) -> Iterator[FinishedText]:
-    """The texts of a run of this program, whose settings say of which law they are."""
+    """Yield the texts of a run of this program; the run's settings say which law they have."""
     try:
         lines = read_lines(content.rpartition(b"\n")[0], CompletionLine)
         settings = read_settings(own.read_text(encoding="utf-8"))
@@ -126,7 +126,7 @@ def _of_run(
 
 
 def _law_in(settings: Mapping[str, object]) -> dict[str, object]:
-    """The law of a run's settings, as `trace.law_of` has it."""
+    """Return the law of a run's settings, in the form of `trace.law_of`."""
     sampling, found = whole(SamplingConfig)(), dict[str, object]()
     for key, value in settings.items():
         group, _, name = key.partition(".")
@@ -143,7 +143,7 @@ def _law_in(settings: Mapping[str, object]) -> dict[str, object]:
 def _of_lines(
     config: RunConfig, content: bytes, tokenizer: PreTrainedTokenizerBase, *, asked: str
 ) -> Iterator[FinishedText]:
-    """The texts of lines with `prompt` and `completion`, or of the answers to `prompts`, a batch file."""
+    """Yield the texts of lines with `prompt` and `completion`, or of answers to the requests of a batch file."""
     file = f"prompts={config.prompts}"
     lines = [line.encode() for line in lines_of(config.prompts)] if config.prompts else []
     requests = {record.get("custom_id"): record.get("body") for _, record in _records(lines, asked=file)}
@@ -204,9 +204,9 @@ def _answers(
     *,
     where: str,
 ) -> Iterator[tuple[Any, Any, tuple[int, ...]]]:
-    """The prompt, the completion and the tokens after it of each choice of a line of a batch answer; none of an error.
+    """Yield the prompt, the completion and the tokens after it for each choice of a batch answer's line.
 
-    The texts of choices lack the token that ended them.
+    Yields nothing for an error. The texts of choices lack the token that ended them.
     """
     name, response = answer.get("custom_id"), answer["response"]
     if response.get("status_code", _DONE) != _DONE:

@@ -1,4 +1,4 @@
-"""The trace of finished texts: what it holds of every place, its file, and what rounds of any K and rule would do.
+"""The trace of finished texts: its numbers for every place, its file, and what rounds of any K and rule would do.
 
 Needs numpy alone, so that plans read it without torch. `page.md` says what each array means.
 
@@ -32,13 +32,13 @@ VERSION = 1
 SPECULATIVE, BLOCK, COUPLED = "speculative", "block", "coupled"
 RULES = (SPECULATIVE, BLOCK, COUPLED)
 NOT_OF_LAW = {"from_model", "bad_ids", "eos_ids", "by_row"}
-"""Settings of sampling that say where others are from, or say them again."""
+"""Settings of sampling that only say where other settings come from, or repeat them."""
 OF_TEXTS = ("text_index", "text_sample", "text_law", "text_length", "text_category")
 OF_TOKENS = ("token_id", "log_p", "expected_log_p", "variance_log_p")
 LOG_Q, LOG_RACE, PROPOSED, TREE = "log_q", "log_race", "proposed", "tree="
 _NUM_BOOTSTRAPS, _NUM_AT_ONCE = 1000, 512
 _NEAR_TIE = 0.5
-"""The most by which a token of greedy text, chosen by another rounding, may stand below the best logit."""
+"""The most by which the logit of a greedy token may be below the best one, if other rounding chose the token."""
 
 
 def law_of(sampling: SamplingConfig) -> dict[str, Any]:
@@ -66,7 +66,7 @@ class Replay:
 
     Attributes:
         reach_BTD: G of `arithmetic`, up to the longest K.
-        lengths_B: new tokens of the texts.
+        lengths_B: number of new tokens of each text.
         prompts_B: the number of each text's prompt.
     """
 
@@ -83,7 +83,7 @@ class Replay:
         return ExpectedRounds(*(np.concatenate(values) for values in zip(*parts, strict=True)))
 
     def tokens_per_round(self, num_draft_tokens: int, *, of_texts: Numbers | None = None) -> tuple[float, float, float]:
-        """All new tokens but the prefill's over all expected rounds, with a 95 % interval over prompts."""
+        """Return new tokens, without those of prefills, per expected round, with a 95 % interval over prompts."""
         chosen_B = np.ones(len(self.lengths_B), dtype=bool) if of_texts is None else of_texts
         tokens_B, rounds_B = (self.lengths_B - 1)[chosen_B], self.rounds(num_draft_tokens).mean_B[chosen_B]
         _, prompts_B = np.unique(self.prompts_B[chosen_B], return_inverse=True)
@@ -103,8 +103,8 @@ class Trace:
     """A trace in memory.
 
     Attributes:
-        about: what it is of: `target`, `drafts`, `laws` and `longest`, as `page.md` says.
-        arrays: by name.
+        about: facts about the models and texts: `target`, `drafts`, `laws` and `longest`, as `page.md` says.
+        arrays: the arrays by name.
     """
 
     def __init__(self, about: Mapping[str, Any], arrays: Mapping[str, Any]) -> None:
@@ -118,7 +118,7 @@ class Trace:
 
     @classmethod
     def read(cls, file: Path, *, asked: str) -> "Trace":
-        """Read a file, or that of a folder; raises ConfigError, which begins with what `asked` for it."""
+        """Read a trace file, or the one in a folder; ConfigError, whose message begins with the setting `asked`."""
         file = file / TRACE_FILE if file.is_dir() else file
         if not file.is_file():
             raise ConfigError(f"{asked} has no {TRACE_FILE}: give the folder of a finished run of task=acceptance")
@@ -137,7 +137,7 @@ class Trace:
 
     @classmethod
     def joined(cls, parts: Sequence["Trace"]) -> "Trace":
-        """The texts of several parts, in the order of their prompts and samples."""
+        """Join parts into one trace, with the texts in the order of their prompts and samples."""
         arrays = {name: np.concatenate([part.arrays[name] for part in parts]) for name in parts[0].arrays}
         of_texts = [name for name in arrays if name in OF_TEXTS]
         order = np.lexsort([arrays["text_sample"], arrays["text_index"]])
@@ -164,15 +164,15 @@ class Trace:
         return np.cumsum(lengths) - lengths
 
     def first_of(self, token: int) -> int:
-        """The first token of the text with a token."""
+        """Return the number of the first token of the text that contains a token."""
         return int(self._firsts[np.searchsorted(self._firsts, token, side="right") - 1])
 
     def texts(self, law: int) -> Numbers:
-        """The texts of a law that have a round: of two tokens or more."""
+        """Return the numbers of the texts of a law that have a round: those of two tokens or more."""
         return np.flatnonzero((self.arrays["text_law"] == law) & (self.arrays["text_length"] > 1))
 
     def padded(self, name: str, texts: Numbers, *, filling: float = 0.0, num_tokens: int = 0) -> Array:
-        """An array of tokens by text, with room for `num_tokens`, or for the longest text."""
+        """Return an array of tokens with a row for each text, padded to `num_tokens` or to the longest text."""
         values, lengths = self.arrays[name], self.arrays["text_length"][texts]
         found = np.full((len(texts), num_tokens or int(lengths.max()), *values.shape[1:]), filling, dtype=np.float64)
         for row, (text, length) in enumerate(zip(texts, lengths, strict=True)):
@@ -180,13 +180,13 @@ class Trace:
         return found
 
     def rules(self, draft: str, law: int) -> tuple[str, ...]:
-        """The rules by which the draft's rounds differ; of certain proposals none do."""
+        """Return the rules that differ for the draft's rounds; rules do not differ if proposals are certain."""
         if self.temperatures[law] == 0:
             return (AT_ZERO,)
         return (SPECULATIVE,) if self.drafts[draft]["is_certain"] else RULES
 
     def trees(self, draft: str) -> dict[str, TreeShape]:
-        """The trees of a draft that it knows, by the names of their arrays."""
+        """Return the trees that the trace has for a draft, by the names of their arrays."""
         names = [name for name in self.arrays if name.startswith(f"{draft}/{TREE}")]
         return {name: tree_shape(name.removeprefix(f"{draft}/{TREE}")) for name in names}
 
@@ -225,7 +225,10 @@ class Trace:
         return Replay(reach_BTD=reach, lengths_B=lengths, prompts_B=self.arrays["text_index"][texts])
 
     def rejected(self, replay: Replay, law: int, num_draft_tokens: int) -> Array:
-        """The number of each token but a text's first, the rounds that draft it, and the rounds that reject it."""
+        """Return each token's number, the expected rounds that draft it, and those that reject it.
+
+        The first token of each text is left out.
+        """
         of_texts = arithmetic.rejected(replay.reach_BTD, replay.rounds(num_draft_tokens), num_draft_tokens)
         rows = zip(self._firsts[self.texts(law)], replay.lengths_B, of_texts.swapaxes(0, 1), strict=True)
         found = [
@@ -235,12 +238,12 @@ class Trace:
         return np.concatenate(found, axis=1)
 
     def most_drafted(self, draft: str) -> int | None:
-        """The largest K that it knows; None if every K follows, as of drafts whose laws depend on the text alone."""
+        """Return the largest K of a draft in the trace; None if all K follow from it."""
         width = int(self.drafts[draft]["width"])
         return None if width == 1 else width
 
     def law_of(self, sampling: Mapping[str, Any], *, asked: str) -> int:
-        """The number of the law with these settings; ConfigError if the trace has texts of others alone."""
+        """Return the number of the law with these settings; raises ConfigError if the trace has no texts of it."""
         for number, law in enumerate(self.about["laws"]):
             if law == sampling:
                 return number
@@ -254,10 +257,11 @@ class Trace:
         )
 
     def unlikely(self, law: int) -> tuple[float, float]:
-        """The share of the tokens of a law that the target never writes, and by how much the others are less probable.
+        """Return the share of a law's tokens that the target never writes, and how improbable the other tokens are.
 
-        In standard deviations of the sum of log-probabilities of its own texts; below 0 if they are more probable. Of
-        greedy text every token but the most probable one is never written.
+        The second number is how far their sum of log-probabilities is below the target's expectation, in standard
+        deviations of its own texts; it is negative if they are more probable. With greedy texts, the target never
+        writes a token but the most probable one, and the second number is 0.
         """
         texts = self.texts(law)
         own, expected, variance = (
@@ -275,6 +279,6 @@ def _some_at_a_time(num_texts: int) -> Iterator[slice]:
 
 
 def _ahead(values_BN: Array, width: int) -> Array:
-    """The numbers (B, N, J) of the tokens that stand 0, 1, ... after each token."""
+    """Return the numbers (B, N, J) of the tokens 0, 1, ... positions after each token."""
     padded = np.pad(values_BN, ((0, 0), (0, width)))
     return np.stack([padded[:, ahead : ahead + values_BN.shape[1]] for ahead in range(width)], axis=-1)

@@ -4,9 +4,9 @@
     adapter_model.safetensors    base_model.model.MODULE.lora_A.weight (R, I) and .lora_B.weight (O, R); of an output
                                  head .base_layer.weight (O, I) too, which takes the place of the checkpoint's
 
-A weight becomes W + scale B A, where scale is lora_alpha / r, or lora_alpha / sqrt(r) with rslora. Patterns of modules
-have another r, or another lora_alpha, than the rest. Of a slice, only the rows of B or the columns of A that it has are
-read. The sum is in fp32, and is rounded once, to the number format that the weight is loaded in, before any
+A weight becomes W + scale B A, where scale is lora_alpha / r, or lora_alpha / sqrt(r) with rslora. Modules whose names
+match a pattern have an r or a lora_alpha of their own. For a slice of a weight, only its rows of B or its columns of A
+are read. The sum is computed in fp32, and rounded once, to the number format that the weight is loaded in, before any
 quantization.
 
 Shapes: O outputs, I inputs, R rank.
@@ -56,7 +56,7 @@ _KEEPS_BASE = (True, False, None, "gaussian", "orthogonal", "eva")
 class MergedTensor(StoredTensor):
     """A stored weight (O, I), to which `scale` times the product of `up` (O, R) and `down` (R, I) is added.
 
-    Of a weight that is stored as (I, O), as GPT-2's are, the product `is_turned`.
+    For a weight that is stored as (I, O), like those of GPT-2, the product `is_turned` (transposed).
     """
 
     up: StoredTensor
@@ -65,7 +65,7 @@ class MergedTensor(StoredTensor):
     is_turned: bool
 
     def mapped(self, *parts: range) -> Tensor:
-        """The sum, or parts of its first dimensions, in fp32, or in the tensor's dtype if that is wider."""
+        """Return the sum, or `parts` of its first dimensions, in fp32, or in the tensor's dtype if that is wider."""
         weight_OI = super().mapped(*parts)
         dtype = torch.promote_types(weight_OI.dtype, torch.float32)
         rows, *columns = parts or (range(self.shape[0]),)
@@ -82,7 +82,7 @@ def _whole(down_RI: StoredTensor) -> range:
 
 
 def with_adapter(checkpoint: Checkpoint, folder: Path) -> Checkpoint:
-    """The checkpoint with the adapter of a folder in its weights; CheckpointError if it cannot be merged exactly."""
+    """Merge the adapter of a folder into a checkpoint; raises CheckpointError if that cannot be done exactly."""
     if not folder.is_dir():
         raise CheckpointError(f"{folder} does not exist: a folder with {CONFIG} is required")
     config = read_json(folder / CONFIG, FIELDS)
@@ -119,7 +119,7 @@ def with_adapter(checkpoint: Checkpoint, folder: Path) -> Checkpoint:
 
 
 def _pairs(checkpoint: Checkpoint, folder: Path) -> dict[str, dict[str, StoredTensor]]:
-    """The matrices A and B of each module that the adapter changes, with the base that PEFT saves of a head."""
+    """Return the matrices A and B of each module that the adapter changes; for a head also the base that PEFT saves."""
     if not (folder / WEIGHTS).is_file():
         pickled = f" but pickle weights, {_PICKLE}, which are not read" if (folder / _PICKLE).is_file() else ""
         raise CheckpointError(f"{folder} holds no {WEIGHTS}{pickled}: save it in safetensors")
@@ -142,9 +142,9 @@ def _pairs(checkpoint: Checkpoint, folder: Path) -> dict[str, dict[str, StoredTe
 
 
 def _unsupported(config: Mapping[str, Any], *, turns: bool) -> Iterator[str]:
-    """Yield the fields of a config that no sum W + scale B A stands for.
+    """Yield the fields of a config whose effect no sum W + scale B A can have.
 
-    PEFT sets `fan_in_fan_out` for models that store weights as (I, O), of which the checkpoint `turns` some.
+    PEFT sets `fan_in_fan_out` for models that store weights as (I, O); `turns` says whether the checkpoint has such.
     """
     kind, init = config.get("peft_type"), config.get("init_lora_weights")
     if kind != "LORA":
@@ -162,13 +162,16 @@ def _unsupported(config: Mapping[str, Any], *, turns: bool) -> Iterator[str]:
 
 
 def _target(tensors: Mapping[str, object], module: str) -> str | None:
-    """The stored name of a module's weight, which may lack the prefix of the base model, or be a text part's."""
+    """Return the stored name of a module's weight; it may lack the base model's prefix, or have that of a text part."""
     parts = of_text(f"{module}.weight").split(".")
     return next((name for begin in range(2) if (name := ".".join(parts[begin:])) in tensors), None)
 
 
 def _by_pattern(config: Mapping[str, Any], field: str, default: float, folder: Path) -> Callable[[str], float]:
-    """The value of a module: of the first pattern that matches the end of its name, as PEFT reads them."""
+    """Return a function that returns a module's value: that of the first pattern that matches the end of its name.
+
+    This is how PEFT reads patterns.
+    """
     values, where = config.get(field) or {}, f"{folder}: {field} has"
     if odd := [value for value in values.values() if type(value) not in {int, float} or not value > 0]:
         raise CheckpointError(f"{where} {shown(odd[0])}, and a number above 0 is required: copy or download it again")

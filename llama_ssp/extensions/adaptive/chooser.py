@@ -2,8 +2,8 @@
 
 An `AdaptiveLength` knows what each choice costs (constants, measured once and agreed before the first round) and how
 many drafted tokens earlier rounds accepted (results that all ranks read alike). It uses no clock, so all ranks choose
-alike. The text keeps the target's distribution: a choice depends on earlier rounds only, and each round has uniforms
-of its own.
+alike. The text keeps the target's distribution, since a choice depends on earlier rounds only, and each round draws
+with uniforms of its own.
 
     gain of a choice = (1 + h1 + h1 h2 + ... + h1 ... hK) / cost        h_i: drafted token i is accepted if i - 1 were
 
@@ -24,9 +24,9 @@ MOST_SAVED = 10.0
 LASTING_ROUNDS = 10
 """Rounds over which the cost of returning to a drafter is spread."""
 MEMORY_ROUNDS = 100
-"""Observations count by their age: this many rounds of the drafter back, by 1 / e."""
+"""Age of an observation, in rounds of its drafter, at which it counts 1 / e as much as a new one."""
 PRIOR_WEIGHT = 8.0
-"""Rounds that the prior, or the estimate of the token before, counts for."""
+"""Number of rounds that the prior, or the estimate for the token before, weighs as much as."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,9 +34,9 @@ class RoundCosts:
     """Costs of rounds in any unit of time, the same on all ranks.
 
     Attributes:
-        rounds: of `num_rows` rows.
-        catch_up: by drafter, of reading `CATCH_UP_CHUNK` tokens that it skipped.
-        of_one: of rounds of one row, where rounds leave rows out; empty where each computes all rows.
+        rounds: costs of rounds of `num_rows` rows.
+        catch_up: for each drafter, the cost of reading `CATCH_UP_CHUNK` tokens that it skipped.
+        of_one: costs of rounds of one row, if rounds may leave rows out; empty if each round computes all rows.
     """
 
     rounds: dict[DraftChoice, float]
@@ -45,7 +45,7 @@ class RoundCosts:
     num_rows: int = 1
 
     def of_rows(self, number: int) -> dict[DraftChoice, float]:
-        """The costs of rounds of so many rows, on a line between one row and all of them."""
+        """Return the costs of rounds of `number` rows, interpolated linearly between one row and all rows."""
         if not self.of_one or not number:
             return self.rounds
         share = (number - 1) / (self.num_rows - 1)
@@ -53,7 +53,7 @@ class RoundCosts:
 
 
 class AdaptiveLength(FixedLength):
-    """Takes the choice that gains most, also `DraftChoice(0)`; `acceptance` is expected of each drafter at first."""
+    """Takes the choice that gains most, perhaps `DraftChoice(0)`; `acceptance` has each drafter's first estimate."""
 
     def __init__(self, costs: RoundCosts, *, acceptance: Sequence[float]) -> None:
         self.choices, self._costs = tuple(costs.rounds), costs
@@ -76,9 +76,10 @@ class AdaptiveLength(FixedLength):
         return probe
 
     def reads_at_once(self, source: int) -> bool:
-        """See `FixedLength`: among several rows, True while they draft with it, as others' texts tell its acceptance.
+        """See `FixedLength`.
 
-        Alone, True unless it would lose with all tokens accepted: the next text may be worth a try.
+        With several rows, True while rounds draft with `source`: their texts tell its acceptance. With one row, True
+        unless the drafter would lose even if all its tokens were accepted, since it may suit the next text.
         """
         if self.num_rows > 1:
             best = self._planned((0,) * len(self._sources))[0]
@@ -92,9 +93,10 @@ class AdaptiveLength(FixedLength):
             self._plans.clear()
 
     def _planned(self, num_skipped: Sequence[int]) -> tuple[DraftChoice, float, DraftChoice | None, float, float]:
-        """The choice that gains most, its cost, the one to probe with another drafter, the probe's loss, a plain cost.
+        """Return the choice that gains most, its cost, the choice to probe, the probe's loss, and the plain cost.
 
-        They stay until a drafted round was observed, more was skipped, or there are more or fewer rows.
+        The probe is with another drafter. Results are kept until a drafted round is observed, and hold for these
+        numbers of skipped chunks and of rows.
         """
         chunks = (*map(num_chunks, num_skipped),)
         if (chunks, self.num_rows) in self._plans:
@@ -114,7 +116,7 @@ class AdaptiveLength(FixedLength):
 
 
 class _Source:
-    """The gains of one drafter, the one of this number, by its choices; costs are those of `RoundCosts.of_rows`."""
+    """The gains of the choices of one drafter, given by its number; costs are those of `RoundCosts.of_rows`."""
 
     def __init__(self, number: int, choices: Sequence[DraftChoice], *, catch_up: float, prior: float) -> None:
         self._own = [choice for choice in choices if choice.num_tokens and choice.source == number]
@@ -128,7 +130,7 @@ class _Source:
         return bool(costs) and any((one.num_tokens + 1) * costs[DraftChoice(0)] > costs[one] for one in self._own)
 
     def best(self, costs: Mapping[DraftChoice, float], chunks: int) -> tuple[DraftChoice, float, float]:
-        """The choice that gains most over some rounds, its gain and its cost in each, after `chunks` to catch up."""
+        """Return the choice that gains most over some rounds after `chunks` of catching up, its gain and its cost."""
         more = self._catch_up * chunks / LASTING_ROUNDS
         gain, choice = max((self._tokens[choice] / (costs[choice] + more), choice) for choice in self._own)
         return choice, gain, costs[choice] + more
@@ -143,7 +145,7 @@ class _Source:
         return min((costs[choice] + more - self._tokens[choice] / gain, choice) for choice in self._own)
 
     def observe(self, num_drafted: int, num_accepted: Sequence[int]) -> None:
-        """Count a round: of each row, the accepted tokens and the first rejected one were tried."""
+        """Count a round, which has tried the accepted tokens of each row and the first rejected one."""
         kept = 1 - 1 / MEMORY_ROUNDS
         self._tried, self._accepted = ([kept * count for count in counts] for counts in (self._tried, self._accepted))
         for number in num_accepted:
@@ -153,7 +155,7 @@ class _Source:
         self._update()
 
     def _update(self) -> None:
-        """Estimate each token's acceptance from what is known of it and of the token before; then all gains."""
+        """Estimate each token's acceptance, from its observations and the token before's estimate; then all gains."""
         estimate, reached, tokens = self._prior, 1.0, [1.0]
         for accepted, tried in zip(self._accepted, self._tried, strict=True):
             estimate = (accepted + PRIOR_WEIGHT * estimate) / (tried + PRIOR_WEIGHT)

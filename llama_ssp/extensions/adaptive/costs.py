@@ -1,4 +1,4 @@
-"""Measures rounds before a run begins that adapts K, and makes what chooses by their costs.
+"""Measures rounds before a run that adapts K, and makes the chooser of K from their costs.
 
 All ranks use the times that rank 0 measured. A run folder keeps them for when the run is resumed.
 """
@@ -34,9 +34,9 @@ COSTS_FILE = "round_costs.json"
 def make(
     decoder: Decoder, config: RunConfig, *, num_slots: int, comm: Comm, folder: RunFolder | None
 ) -> AdaptiveLength:
-    """Make what chooses K, by the costs in the run folder, or else by rounds that are measured and kept there.
+    """Make the chooser of K from the costs in the run folder, or else from measured rounds, which are kept there.
 
-    Raises ConfigError on every rank if the folder's are damaged, and SspError if they cannot be written.
+    Raises ConfigError on every rank if the costs in the folder are damaged, and SspError if they cannot be written.
     """
     # Hosts may have measured other pairs, and all ranks must choose alike.
     acceptance = from_rank_0(comm, lambda: expected_acceptance(config))
@@ -73,7 +73,7 @@ def make(
 
 
 def of_costs(rounds: Mapping[DraftChoice, float], *, acceptance: Sequence[float]) -> AdaptiveLength:
-    """Make the same by known costs of rounds, for drafters that read without a cost what they have skipped."""
+    """Make the chooser of K from known costs of rounds, for drafters that read skipped tokens at no cost."""
     costs = RoundCosts(rounds={**rounds}, catch_up=(0.0,) * len(acceptance))
     return AdaptiveLength(costs, acceptance=acceptance)
 
@@ -99,10 +99,10 @@ def _measure_costs(
 ) -> tuple[list[dict[str, float]], list[float]]:
     """Time rounds of every choice in turns, and take the fastest of each; see `_on_a_line` and `Decoder.time_rounds`.
 
-    Returns the costs of rounds, and by drafter of a chunk to catch up.
+    Returns the costs of rounds, and for each drafter the cost of a chunk to catch up.
 
     In large batches a drafted token may cost as much as a plain one. Drafts that would lose even if all their tokens
-    were accepted are the slowest rounds: they are not timed again, and do not decide what others cost.
+    were accepted are the slowest rounds: they are not timed again, and do not influence the costs of other drafts.
     """
     sources = range(len(decoder.round.drafters))
     behind = [DraftChoice(1, source, num_unread=2 + CATCH_UP_CHUNK) for source in sources]

@@ -2,7 +2,8 @@
 
 Changes are judged by what the user loses:
 
-    nothing   the draft has another place or fewer bits, is another one, or none: the text has the same distribution;
+    nothing     the draft is on other ranks, has fewer bits, is another one, or none: the text has the same
+    distribution;
               other layers on each stage; no CUDA graphs, which takes time alone
     little    linear layers in 8 bits, fewer rows at a time
     more      linear layers in 4 bits, a shorter prompt, more GPUs or nodes, another machine
@@ -96,7 +97,7 @@ def _place(hardware: HardwareConfig, num_ranks: int) -> str:
 
 
 def _better_place(spec: PlanSpec, hardware: HardwareConfig, best: float) -> str:
-    """A clause about sharding the draft like the target, if that gains clearly more than the best K does here."""
+    """Return a clause about sharding the draft like the target, if that gains clearly more than the best K here."""
     if spec.draft_kind is DraftLayout.sharded or len(spec.target_ranks) == 1:
         return ""
     other = replace(spec, draft_kind=DraftLayout.sharded, draft_ranks=spec.target_ranks)
@@ -111,7 +112,7 @@ def _better_place(spec: PlanSpec, hardware: HardwareConfig, best: float) -> str:
 
 
 def better_draft(spec: PlanSpec, hardware: HardwareConfig, timed: Timing) -> Iterator[str]:
-    """A sentence about the smaller draft of the catalogue that gains most, if that is clearly more than this one."""
+    """Yield a sentence about the smaller draft of the catalogue that gains most, if it clearly beats this one."""
     is_given = spec.acceptance is not None  # a figure of this pair alone
     if spec.draft is None or is_given or spec.vocabulary is not SAME or spec.tree or not timed.by_num_draft_tokens:
         return
@@ -139,7 +140,7 @@ def same_kind(spec: PlanSpec, size: int) -> PlanSpec | None:
 
 
 def faster_on_fewer(spec: PlanSpec, hardware: HardwareConfig, timed: Timing) -> Iterator[str]:
-    """A sentence if smaller blocks of ranks, all in use, decode the same rows clearly faster."""
+    """Yield a sentence if replicas on fewer ranks each, all ranks in use, decode the same rows clearly faster."""
     size, best_spec, best = len(spec.layout.ranks), spec, timed
     if spec.backend.by_library or size == 1:
         return
@@ -208,7 +209,7 @@ class Change:
     """Settings to add to the command line, the spec and the machine that they lead to, and what its plan says.
 
     Attributes:
-        kind: of each kind one change is named.
+        kind: the kind of the change; at most one change of each kind is named.
     """
 
     kind: str
@@ -218,7 +219,7 @@ class Change:
     hardware: HardwareConfig
 
     def then(self, *settings: str, spec: PlanSpec) -> "Change":
-        """The change with further settings, which lead to `spec`."""
+        """Return the change with more settings, which lead to `spec`."""
         return replace(self, settings=(*self.settings, *settings), spec=spec)
 
     @cached_property
@@ -233,14 +234,14 @@ class Change:
 
     @property
     def faults(self) -> set[str]:
-        """The warnings of its plan, without figures; another K that gains more is no fault."""
+        """The warnings of the change's plan, without figures; that another K gains more is no fault."""
         with accepting(lambda _settings, _is_whole: True):  # what the asked command takes says nothing of this one
             found = [*warnings(self.spec, self.hardware, self.timed)]
         return {sentence.partition(":")[0] for sentence in found if not sentence.startswith("K=")}
 
     @property
     def has_room(self) -> bool:
-        """Whether it fits with something left, so that a larger machine is not tight again."""
+        """Whether the change leaves some memory free, so that a larger machine is not tight again."""
         return fits(self.spec, self.hardware) and not self.fullest.is_tight
 
     @property
@@ -250,7 +251,7 @@ class Change:
         return self.loss, "draft=none" in self.settings, len(self.settings), self.fullest.is_tight, row_s
 
     def document(self) -> dict[str, Any]:
-        """For JSON: the times are of a completion in its faster mode, tokens/s of all rows and replicas."""
+        """Return the change for JSON, with ms/token of the faster mode, and tokens/s of all rows and replicas."""
         return {
             "settings": self.settings,
             "loss": self.loss.name,
@@ -293,7 +294,7 @@ def _fitting(ways: Iterable[Change]) -> list[Change]:
 
 
 def _accepted(change: Change, known: set[str]) -> Change | None:
-    """The change, or else the change with the best K, if its plan has only warnings that are known."""
+    """Return the change, or else the change with the best K, if its plan has no warning beyond `known`; else None."""
     if not accepted(*change.settings):
         return None
     if change.faults <= known:
@@ -327,7 +328,7 @@ def _ways(spec: PlanSpec, hardware: HardwareConfig) -> Iterator[Change]:
 
 
 def _placed(step: Change) -> Iterator[Change]:
-    """The step alone, with the draft in every other place, and without a draft."""
+    """Yield the change as it is, with each other placement of the draft, and without a draft."""
     yield step
     spec = step.spec
     if spec.draft is None:
@@ -357,7 +358,7 @@ def _drafts(spec: PlanSpec, hardware: HardwareConfig) -> Iterator[Change]:
 
 
 def _sizes(spec: PlanSpec, hardware: HardwareConfig) -> Iterator[Change]:
-    """Fewer rows, or a shorter prompt, with the draft in every place."""
+    """Yield changes to fewer rows or a shorter prompt, with each placement of the draft."""
     for way in _placed(Change(kind="batch", loss=Loss.little, spec=spec, hardware=hardware)):
         if spec.batch_size > 1 and replace(way, spec=replace(way.spec, batch_size=1)).has_room:
             rows = largest_batch(way.spec, hardware, limit=spec.batch_size)
@@ -408,7 +409,7 @@ def _more_ranks(spec: PlanSpec, hardware: HardwareConfig) -> Iterator[Change]:
 
 
 def _other_machines(spec: PlanSpec, hardware: HardwareConfig) -> list[Change]:
-    """The spec on each other machine of the catalogue, by number of GPUs, then by memory, the least first."""
+    """Return the spec on each other machine of the catalogue, by number of GPUs, then by memory, the least first."""
     if hardware.device != "cuda" or spec.backend.by_library:
         return []
     found, is_as_named = [], machines.entry_of(hardware.name)[0] == hardware.num_gpus
@@ -427,13 +428,13 @@ def _other_machines(spec: PlanSpec, hardware: HardwareConfig) -> list[Change]:
 
 
 def _first_with_room(steps: Iterable[Change]) -> list[Change]:
-    """The first step that fits, with the draft in every place."""
+    """Return all placements of the draft in the first change that leaves some memory free in one of them."""
     placed = ([*_placed(step)] for step in steps)
     return next((ways for ways in placed if any(way.has_room for way in ways)), [])
 
 
 def _smaller_targets(spec: PlanSpec, hardware: HardwareConfig) -> list[Change]:
-    """The largest other target that fits, with a draft that is smaller still or none."""
+    """Return changes to the largest smaller target that fits; the draft is kept only if it is smaller still."""
     steps = []
     for name in reversed(_smaller(spec.target.name)):
         target = planned_model(catalogue.load(name), device=spec.device)

@@ -1,4 +1,4 @@
-"""The records of advice: the adviser, which warns of choices and names changes, and the search of plans."""
+"""The records of advice: the adviser, which warns of poor choices and names changes, and the search of plans."""
 
 from dataclasses import dataclass
 

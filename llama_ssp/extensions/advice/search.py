@@ -1,8 +1,8 @@
-"""`search=true`: ranks what a machine can do by speed: models, precisions, drafts, layouts and K.
+"""`search=true`: ranks the uses of a machine by speed, over models, precisions, drafts, layouts and K.
 
-A search ranks uses of one machine by speed: the asked model first, then the smaller ones of its series, the largest
-first, each in every precision, with every draft of its vocabulary and the best K; what does not fit comes last. It
-varies no setting of the command line.
+The asked model comes first, then the smaller ones of its series, the largest first; each is tried in every precision,
+with every draft of its vocabulary and the best K. Choices that do not fit come last. A setting of the command line is
+never varied.
 """
 
 import math
@@ -35,7 +35,7 @@ from llama_ssp.storage.formats import NO_QUANTIZATION, format_of, formats
 from llama_ssp.text.messages import value_of
 
 MOST_NODES = 4
-"""Nodes that are tried if one has too little room."""
+"""The most nodes that are tried if one has too little room."""
 TREES = tuple(map(tree_shape, ("2x1x1", "2x2x1", "3x2x1x1", "4x2x2x1x1")))
 FEW_ROWS = 4
 """Trees that a search tries for heads without a known tree, and the most rows that it tries trees for: each row has a
@@ -44,7 +44,7 @@ tree of its own."""
 
 @cache
 def _of_searches() -> tuple[str, ...]:
-    """Settings of a search that a plan of one of its choices lacks."""
+    """Return the names of settings that only a search has, so that the plan of a choice must not have them."""
     return ("search", "format", *(name for more in MORE.all().values() if more.draw for name in more.paths))
 
 
@@ -65,7 +65,7 @@ def placement_settings(spec: PlanSpec) -> list[str]:
 
 
 def moved(spec: PlanSpec, other: PlanSpec) -> list[str]:
-    """The settings that place the draft of `other`, if it is placed otherwise than that of a spec."""
+    """Return the settings that place the draft of `other`; none if the spec's draft is placed alike."""
     is_same = other.draft_kind is spec.draft_kind
     return [] if is_same else placement_settings(replace(other, num_replicas=1))
 
@@ -73,7 +73,7 @@ def moved(spec: PlanSpec, other: PlanSpec) -> list[str]:
 def by_length(spec: PlanSpec, timed: Timing) -> Iterator[tuple[float, PlanSpec]]:
     """Yield seconds per token and the spec for every K, the fastest first; nothing without a draft.
 
-    Where no K is recommended, what finds one comes first.
+    If no K can be recommended, the spec with `num_draft_tokens=auto` comes first, or with overlap that with its own K.
     """
     times = timed.by_num_draft_tokens
     if times and spec.overlaps and not timed.knows_best_k:  # overlap needs one K for all rounds
@@ -151,9 +151,8 @@ def _figures(
 def search(spec: PlanSpec, hardware: HardwareConfig, given: Sequence[str] = ()) -> list[dict[str, Any]]:
     """Price all candidates for a spec like this one: the asked model first, then the largest, each the fastest first.
 
-    Misfits of each model come last.
-
-    `given` are the settings of the command line. The page of this extension describes the fields.
+    For each model, candidates that do not fit come last. `given` are the settings of the command line. The page of
+    this extension describes the fields of a candidate.
     """
     words = {setting.partition("=")[0].lstrip("+"): setting for setting in given}
     choices = [priced(candidate, hardware, given=words) for candidate in _candidates(spec, hardware, words)]
@@ -174,7 +173,7 @@ def search(spec: PlanSpec, hardware: HardwareConfig, given: Sequence[str] = ()) 
 
 
 def _settings(spec: PlanSpec, asked: PlanSpec, words: Mapping[str, str]) -> tuple[str, ...]:
-    """The settings of the command line, with a choice's settings in place of what it changes."""
+    """Return the settings of the command line, with those that a choice changes replaced by its own."""
     settings: list[str] = []
     replaced = [*_of_searches(), "model.quantization", "draft.model.quantization", "speculation.overlap"]
     if spec.target.name != asked.target.name or "model" not in words:
@@ -197,9 +196,10 @@ def _settings(spec: PlanSpec, asked: PlanSpec, words: Mapping[str, str]) -> tupl
 
 
 def _candidates(spec: PlanSpec, hardware: HardwareConfig, words: Mapping[str, str]) -> Iterator[PlanSpec]:
-    """Every model, precision, draft and layout; a layout that lacks room for the target alone is tried without drafts.
+    """Yield every combination of model, precision, draft and layout.
 
-    Entries that are quantized by name are left out: they are the same models with a quantization.
+    A layout that lacks room for the target alone is tried without drafts. Entries of the catalogue whose names say that
+    they are quantized are left out: they are models that are tried anyway, with a quantization.
     """
     known = catalogue.entries()
     for model in _series(spec.target, known):
@@ -230,7 +230,7 @@ def _targets(
 def _drafted(
     spec: PlanSpec, model: ModelConfig, known: list[ModelConfig], words: Mapping[str, str], *, is_asked: bool
 ) -> Iterator[PlanSpec]:
-    """The spec with each draft to try: the given one, or the catalogue's drafts for a model."""
+    """Yield the spec with each draft to try: the given one, or the catalogue's drafts for a model."""
     is_given, own = words.get("draft", "draft=default") != "draft=default", spec.draft
     if spec.free_draft:
         yield spec
@@ -248,7 +248,10 @@ def _drafted(
 
 
 def _with_draft(base: PlanSpec, way: PlanSpec, words: Mapping[str, str]) -> Iterator[PlanSpec]:
-    """A placed spec with the draft of `way`: in every place, with trees and overlapped, unless the user set these."""
+    """Yield a placed spec with the draft of `way`, in each placement, with trees and with overlap.
+
+    What the user has set is not varied.
+    """
     drafted = replace(way, target=base.target, num_replicas=base.num_replicas)
     if not _has(words, "placement"):
         placed = [*on_block(drafted, len(base.target_ranks), num_stages=base.num_stages)]
@@ -273,7 +276,7 @@ def _has(words: Mapping[str, str], *names: str) -> bool:
 
 
 def in_formats(plain: PlannedModel, *, device: str) -> Iterator[PlannedModel]:
-    """A draft, and the same in the storage format that a single row reads fastest; heads stay as they are."""
+    """Yield a draft as it is and, unless it is a head, in the storage format that a single row reads fastest."""
     yield plain
     if plain.shape.is_head or format_of(plain.quantization).is_quantized:
         return
@@ -297,9 +300,9 @@ def _with_trees(spec: PlanSpec) -> Iterator[PlanSpec]:
 
 
 def _series(target: PlannedModel, known: list[ModelConfig]) -> list[ModelConfig]:
-    """The model, and the smaller unquantized ones with the same name prefix (`llama2_`), family and vocabulary.
+    """Return the model, and the smaller unquantized ones with the same name prefix (`llama2_`), family and vocabulary.
 
-    A model that the catalogue lacks, of the hub or from a folder, is alone.
+    A model that is not in the catalogue, but from the hub or a folder, is the only one of its series.
     """
     entry = next((model for model in known if model.name == target.name), None)
     if entry is None or entry.shape is None:
@@ -330,9 +333,10 @@ def _prefix(name: str) -> str:
 
 
 def _drafts_of(model: ModelConfig, known: list[ModelConfig]) -> list[ModelConfig]:
-    """Smaller models of the same vocabulary, and the entry's default draft; of equal sizes one, of the series first.
+    """Return smaller models of the same vocabulary, and the entry's default draft.
 
-    A default draft of the hub is left out, since its sizes are unknown until it is downloaded.
+    Of several models with equal sizes only one is returned, preferably one of the series. A default draft of the hub is
+    left out, since its sizes are unknown until it is downloaded.
     """
     names = {*catalogue.smaller_relatives(model, known=known), *_heads_of(model, known), model.default_draft}
     found: dict[tuple[int, ...], ModelConfig] = {}
@@ -349,7 +353,7 @@ def _drafts_of(model: ModelConfig, known: list[ModelConfig]) -> list[ModelConfig
 
 
 def _heads_of(model: ModelConfig, known: list[ModelConfig]) -> Iterator[str]:
-    """Names of the heads that were trained for a model, or for one of its sizes where it is a folder."""
+    """Yield the names of heads that were trained for a model; for a folder, those for a model of the same sizes."""
     entries = {entry.name: entry for entry in known}
     for other in known:
         if not (model.shape and other.shape and other.shape.is_head) or model.shape.is_head:
@@ -378,7 +382,7 @@ class Search:
 
 
 def show(config: PlanConfig, machine: HardwareConfig, settings: Sequence[str]) -> None:
-    """Print every sensible use of a machine, the asked model first, and draw it; `settings` are the given ones.
+    """Print every sensible use of a machine, the asked model first, and draw them; `settings` are the user's.
 
     Raises ConfigError if a figure cannot be drawn.
     """

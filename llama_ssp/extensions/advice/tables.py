@@ -19,11 +19,11 @@ from llama_ssp.storage.formats import formats
 MOST_CHOICES = 5
 """Choices of a search that are printed; JSON has all of them."""
 _WIDE = 100
-"""Columns in which a model stands in one line with its format."""
+"""Width of a console from which on a model and its format are printed in one line."""
 
 
 def print_search(found: Search, console: Console | None = None, *, is_full: bool = False) -> None:
-    """Print the best choices, or all, on a console or on standard output, with what does not fit struck out."""
+    """Print the best choices, or all, on a console or on standard output; choices that do not fit are struck out."""
     console = console or StandardOutput()
     choices, unit = found.choices, found.machine.unit
     shown, between = [*choices] if is_full else printed(choices), " " if console.width >= _WIDE else "\n"
@@ -51,7 +51,10 @@ def print_search(found: Search, console: Console | None = None, *, is_full: bool
 
 
 def printed(choices: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The choices of a table: of the asked model; if it does not fit, its nearest misfit and the largest that fits."""
+    """Return the choices that a table shows: those of the asked model.
+
+    If that does not fit, these are its choice that lacks least, and choices of the largest model that fits.
+    """
     fitting = [choice for choice in choices if choice["reason"] is None]
     misfits = [choice for choice in choices if choice["reason"] is not None]
     asked = choices[0]["target"]

@@ -65,7 +65,7 @@ class Ours:
 
     @torch.inference_mode()
     def ms_per_token(self, repetition: int) -> float:
-        """Complete all prompts; returns milliseconds per new token, with prefill; raises InterruptedRun if stopped."""
+        """Complete all prompts; returns milliseconds per new token, including prefill; InterruptedRun if stopped."""
         settings = replace(self.decoder.settings, seed=repetition + 1)
         requests = [
             Request(index=index, prompt_ids=ids, max_new_tokens=self.num_new_tokens, num_equal_before=number)
@@ -105,7 +105,7 @@ class Ours:
         ]
 
     def shares(self, part: str) -> list[float]:
-        """Share of the rounds' time that a part took, in each repetition."""
+        """Return the share of the rounds' time that a part of them took, in each repetition."""
         return [sum(row.part_s[part] for row in done) / _rounds_s(done) for done in self.done]
 
 
@@ -119,7 +119,7 @@ def _rounds_s(done: Sequence[RowCompletion]) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Peers:
-    """A target and what assists it in transformers: a draft model, or arguments of `generate` for K drafted tokens."""
+    """A target in transformers and its assistant: a draft model, or arguments of `generate` for K drafted tokens."""
 
     target: PreTrainedModel
     draft: PreTrainedModel | None
@@ -127,7 +127,7 @@ class Peers:
     stop_request: StopRequest = field(default_factory=StopRequest)
 
     def check_stop(self, ids_BT: Tensor, *_scores: object, **_options: object) -> Tensor:
-        """Go on as a stopping criterion of `generate`, called after each step; raises InterruptedRun if stopped."""
+        """Let `generate`, which calls this stopping criterion after each step, go on; InterruptedRun if stopped."""
         if self.stop_request.requested:
             raise _interrupted()
         return torch.zeros(len(ids_BT), dtype=torch.bool, device=ids_BT.device)
@@ -176,7 +176,10 @@ def _in_transformers(sampling: SamplingConfig, some: Sequence[Processor]) -> dic
 
 
 def _has_peers(config: RunConfig, *, world_size: int) -> bool:
-    """Whether a benchmark also measures transformers: one rank, files as they are, processors that it has."""
+    """Whether a benchmark also measures transformers.
+
+    It does on one rank, with files that are read as they are, and with processors that transformers has.
+    """
     entries = [config.model, *([config.draft.model] if config.draft.model else [])]
     is_whole = not any(format_of(entry.quantization).is_quantized or changes_of(entry) for entry in entries)
     is_requested = isinstance(config.task, BenchmarkConfig) and config.task.peers
@@ -347,7 +350,7 @@ def _measure(
 
 
 def _pass_s(session: Session) -> float:
-    """Seconds to read the weights of one target forward on a rank, at the speed of a copy."""
+    """Return the seconds that reading a rank's weights for one forward of the target takes, at the speed of a copy."""
     if session.plan is None:
         return 0.0
     spec = session.plan.spec

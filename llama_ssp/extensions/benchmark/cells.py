@@ -20,8 +20,9 @@ class BenchmarkCell(Line):
         ms_per_token: median over repetitions, by candidate (plain, speculative, generate, assisted).
         forecast_ms_per_token: the plan's forecast for our own candidates; empty without a plan.
         other_share: share of our rounds' time that is neither drafting nor verification.
-        copy_share: time to copy a rank's weights of a plain step, over a step's time; above 1 if a cache holds them.
-        text_sha256: hash of the token ids that prompts were cut from.
+        copy_share: time to copy the weights that a rank reads in a plain step, over the step's time; above 1 if a
+            cache holds them.
+        text_sha256: hash of the token ids that prompts are cut from.
     """
 
     file: ClassVar[str] = "benchmark.jsonl"
@@ -48,24 +49,24 @@ class BenchmarkCell(Line):
 
     @property
     def key(self) -> CellKey:
-        """Its key when a benchmark is resumed."""
+        """The key that identifies the cell when a benchmark is resumed."""
         return self.prompt_tokens, self.batch_size, self.num_draft_tokens
 
     @property
     def name(self) -> str:
-        """Its name in a report."""
+        """The cell's name in a report."""
         drafting = f", K = {self.num_draft_tokens}" if self.num_draft_tokens else ""
         return f"prompt {self.prompt_tokens}, batch {self.batch_size}{drafting}"
 
     @property
     def figures(self) -> ResultFigures:
-        """Its figures, of one completion of each row."""
+        """The cell's figures, for one completion of each row."""
         num_new_tokens = self.batch_size * self.max_new_tokens
         return ResultFigures(self.name, self.batch_size, num_new_tokens, self.ms_per_token, self.forecast_ms_per_token)
 
     @property
     def columns(self) -> list[float | None]:
-        """Its times in ms/token, for a table: plain, forecast, generate, speculative, forecast, assisted."""
+        """The cell's times in ms/token, for a table: plain, forecast, generate, speculative, forecast, assisted."""
         measured, forecast = self.ms_per_token, self.forecast_ms_per_token
         ours = [(measured.get(mode), forecast.get(mode)) for mode in (PLAIN, SPECULATIVE)]
         return [*ours[0], measured.get("generate"), *ours[1], measured.get("assisted")]

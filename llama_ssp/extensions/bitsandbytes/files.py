@@ -25,11 +25,11 @@ from llama_ssp.weights.source import StoredTensor
 
 _SCALES, _NUMBERS, _OUTER = "weight.absmax", "weight.nested_quant_map", "weight.nested_absmax"
 _NESTED = 256
-"""Scales that share a scale."""
+"""Number of quantized scales that share a scale of their own."""
 
 
 class BnbTensor(PackedTensor):
-    """A weight of two codes a byte."""
+    """A stored weight with two codes in each byte."""
 
     @staticmethod
     def _facts(parts: Mapping[str, StoredTensor], layout: PackedLayout) -> Facts | None:
@@ -65,7 +65,7 @@ class BnbTensor(PackedTensor):
 
 
 def _scales(parts: Mapping[str, StoredTensor], places: range) -> Tensor:
-    """Some of the scales, in fp32."""
+    """Return some of the scales of groups, in fp32."""
     stored = parts[_SCALES].mapped(places)
     if stored.is_floating_point():
         return stored
@@ -74,7 +74,7 @@ def _scales(parts: Mapping[str, StoredTensor], places: range) -> Tensor:
 
 
 def _state(parts: Mapping[str, StoredTensor]) -> dict[str, Any]:
-    """The JSON of a weight; empty if there is none."""
+    """Return the JSON that is stored with a weight; empty if there is none."""
     try:
         (stored,) = (tensor for name, tensor in parts.items() if name.startswith(BNB_STATE))
         state = json.loads(bytes(stored.mapped().tolist()))

@@ -40,7 +40,7 @@ class _Int8Linear(Linear):
 
 
 def int8_linear(weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
-    """A layer of LLM.int8(), with all inputs quantized; on CPUs with integer products by a compiled kernel.
+    """Make a layer of LLM.int8() that quantizes all inputs; on CPUs a compiled kernel computes its integer products.
 
     Source: Dettmers et al. 2022, arXiv:2208.07339.
     """
@@ -57,7 +57,9 @@ def _to_steps(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Nf4Linear(Linear):
-    """The 4-bit normal float of bitsandbytes, with scales in fp32; of numbers or of `byte_rows` that have both.
+    """A layer in 4-bit NormalFloat of bitsandbytes, with scales in fp32.
+
+    It is made from numbers, or from `byte_rows` that have codes and scales.
 
     Source: Dettmers et al. 2023, arXiv:2305.14314.
     """
@@ -96,7 +98,7 @@ fp4_linear = partial(Nf4Linear, kind="fp4")
 
 @cache
 def _code_of(kind: str, device: torch.device) -> Tensor:
-    """The sixteen values of a format, shared by all layers."""
+    """Return the sixteen values of a format, in one tensor for all layers."""
     code: Tensor = bitsandbytes().functional.get_4bit_type(kind, device=device)
     return code
 

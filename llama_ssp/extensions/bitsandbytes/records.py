@@ -1,6 +1,7 @@
-"""The records of bitsandbytes: LLM.int8(), which quantizes inputs too, and floats of 4 bits, a scale per 64 weights.
+"""The records of bitsandbytes: LLM.int8(), which quantizes inputs too, and 4-bit floats with a scale per 64 weights.
 
-NormalFloat, and for checkpoints fp4. Source: Dettmers et al. 2022, arXiv:2208.07339, and 2023, arXiv:2305.14314.
+The floats are NormalFloat (nf4) and, only in checkpoints that have it, fp4. Source: Dettmers et al. 2022,
+arXiv:2208.07339, and 2023, arXiv:2305.14314.
 """
 
 from collections.abc import Mapping
@@ -27,7 +28,7 @@ NF4_GROUP = 64
 BITSANDBYTES = Package("bitsandbytes", installing("bitsandbytes"))
 _SLOWDOWN = 4.0  # Relative to fp16 on GPUs: 3-5x as published, nearly constant from 1 to K + 1 rows.
 BNB_STATE = "weight.quant_state.bitsandbytes__"
-"""The prefix of the kind in the last part of the name of a tensor with JSON."""
+"""The last part of the name of a tensor that holds JSON, without the kind, which follows it."""
 
 
 def _layout(described: Mapping[str, Any]) -> Found | None:
@@ -51,7 +52,10 @@ def _layout(described: Mapping[str, Any]) -> Found | None:
 
 
 def _read_bytes(rows: int, packed: int, unquantized: int, _slowdown: Mapping[str, float]) -> float:
-    """The kernel for one row is no faster than fp16; for more rows the matrix is unpacked, written and read again."""
+    """Return the bytes that a product moves.
+
+    For one row, the kernel is no faster than one in fp16; for more rows the matrix is unpacked, written and read again.
+    """
     return unquantized if rows == 1 else packed + 2 * unquantized
 
 

@@ -25,16 +25,17 @@ _NUM_OPERATORS, _NUM_SUMS, _NUM_BUNCHES = 200, 20, 20
 
 
 def flops_per_s(dtype: torch.dtype, device: torch.device) -> float:
-    """Rate of a square matrix product, in FLOP/s."""
+    """Measure the rate of a square matrix product, in FLOP/s."""
     side = 8192 if device.type == "cuda" else 1024
     left = torch.randn(side, side, device=device).to(dtype)
     return 2 * side**3 / seconds_per_call(lambda: left @ left, device)
 
 
 def launch_s(device: torch.device) -> float:
-    """Time of one operator launched from Python: on a CPU of a few bytes, on a GPU as a layer of `tiny` has them.
+    """Measure the seconds of one operator that Python launches.
 
-    Python's work between two operators is most of it there.
+    On a CPU the operator computes a few bytes. On a GPU it is the mean of a layer of `tiny`, most of whose time is
+    Python's work between two operators.
     """
     if device.type == "cuda":
         return _layer_s(device) / OPERATORS_PER_LAYER
@@ -49,7 +50,7 @@ def launch_s(device: torch.device) -> float:
 
 @torch.inference_mode()
 def _layer_s(device: torch.device) -> float:
-    """Time of a decoder layer of the shipped model in fp16, launched from Python."""
+    """Measure the seconds of a decoder layer of the shipped model in fp16, launched from Python."""
     with selected(device):
         origin = inspect(hub.resolve(catalogue.load("tiny")))
         runner = load_model(Loading(origin, dtype=torch.float16, device=device))
@@ -60,9 +61,10 @@ def _layer_s(device: torch.device) -> float:
 
 
 def kernel_s(device: torch.device) -> float:
-    """Time of one operator on a few bytes in a CUDA graph: norms and gates, as layers have them; on a CPU as launched.
+    """Measure the seconds of one operator on a few bytes in a CUDA graph, such as a layer's norms and gates.
 
-    On an H200 torch's norm of 2048 numbers took 3.0 us, and a small kernel of a layer 2.4 on average.
+    On a CPU this is `launch_s`. On an H200, torch's norm of 2048 numbers took 3.0 us, and a small kernel of a layer
+    2.4 us on average.
     """
     if device.type != "cuda":
         return launch_s(device)
@@ -90,8 +92,8 @@ def _captured(call: Call, times: int = 1) -> Call:
 def sums(comm: Comm, device: torch.device, *, num_local: int, is_own: bool = False) -> list[MeasuredSum]:
     """Time all-reduces of 2, 4, ... and of all ranks of a node by size, as rounds run them; all ranks call this.
 
-    They follow matrices, as in a layer: a message takes longer then than in a tight loop. On a GPU both are captured,
-    and with `is_own` the program's kernel sums, where it can.
+    Sums follow matrix products, as in a layer, since a message takes longer then than in a tight loop. On a GPU both
+    are captured; with `is_own` the program's own kernel sums where it can.
     """
     found = []
     for number in sorted({size for size in (2, 4, 8) if size < num_local} | ({num_local} - {1})):
@@ -108,7 +110,7 @@ def sums(comm: Comm, device: torch.device, *, num_local: int, is_own: bool = Fal
 
 
 def network(comm: Comm, device: torch.device, *, num_local: int) -> Link | None:
-    """Time sums of the first ranks of two nodes, a few bytes and many; None on one node. All ranks call this."""
+    """Time sums of few and of many bytes over the first ranks of two nodes; None on one node. All ranks call this."""
     if comm.size == num_local:
         return None
     found, group = None, comm.subgroup((0, num_local))
@@ -153,7 +155,7 @@ def _captured_s(comm: Comm, values: Tensor) -> float:
 
 
 def _summed_s(comm: Comm, values: Tensor) -> float:
-    """Time of an all-reduce after a layer's worth of matrices, without these."""
+    """Measure the seconds of an all-reduce that follows the matrix products of a layer, without those products."""
     matrices = cycle([torch.randn(512, 1024) for _ in range(32)])
     x = torch.randn(1, 4, 1024)
 

@@ -20,7 +20,7 @@ class CalibrateConfig(TaskConfig):
 
 
 _OF_CALIBRATE = {"task", "device", "quiet", "timeouts", "dry_run", "resume"}
-"""Groups and settings that it reads, and two that every task without models refuses."""
+"""Groups and settings that calibration reads, and two that every task without models refuses."""
 
 
 def _problems_of_calibrate(_config: RunConfig, explicit: frozenset[str]) -> Iterator[NoEffect]:

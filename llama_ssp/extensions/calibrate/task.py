@@ -1,8 +1,8 @@
 """`task=calibrate`: measures this machine and writes a file of the group `hardware`, which plans use.
 
 `measures` and `run.calibration` hold the measurements. All ranks measure at the same time, so that a CPU's figures hold
-for a rank with its share of cores and memory; rank 0 writes its own. Several ranks on one node measure the sums between
-them, by NCCL and by the program's kernel, and ranks of several nodes one sum between nodes.
+for a rank with its share of cores and memory; rank 0 writes its own figures. Several ranks on one node also measure
+sums over these ranks, by NCCL and by the program's kernel; ranks on several nodes measure a sum between nodes.
 """
 
 import os
@@ -36,7 +36,7 @@ from llama_ssp.types import Parsed
 
 _SUMS = "this machine"
 PROMPT_SHARE = 0.75
-"""Share of the rate of a square matrix product that prompts reach, as published of an A100 (conf/hardware)."""
+"""Share of the rate of a square matrix product that prompts reach, as published for an A100 (conf/hardware)."""
 
 
 def run(config: RunConfig, world: World, terminal: Terminal) -> str | None:
@@ -114,7 +114,7 @@ def _figures(world: World, sums: list[MeasuredSum], network: Link | None) -> dic
 
 
 def _context_bytes(device: torch.device) -> int:
-    """Memory of a process before its first model; on a GPU with the workspaces of products."""
+    """Return the memory of a process before its first model; on a GPU with the workspaces of products."""
     if device.type == "cpu":
         return anonymous_bytes() or 0
     x = torch.zeros(64, 64, dtype=torch.float16, device=device)
@@ -128,7 +128,7 @@ def _context_bytes(device: torch.device) -> int:
 
 
 def _rounded(figures: Parsed) -> Parsed:
-    """Round to four digits, more than measurements are exact to."""
+    """Round to four digits, which is more precise than measurements are."""
     if isinstance(figures, dict):
         return {key: _rounded(value) for key, value in figures.items() if value is not None}
     if isinstance(figures, list):
@@ -137,7 +137,7 @@ def _rounded(figures: Parsed) -> Parsed:
 
 
 def _check_writable(file: Path) -> None:
-    """Raise SspError if the file cannot be written: before minutes of measuring."""
+    """Raise SspError if the file cannot be written, before minutes of measuring are lost."""
     where = file if file.exists() else file.parent
     if file.is_dir() or not os.access(where, os.W_OK):
         reason = "it is a folder" if file.is_dir() else f"no {where}" if not where.exists() else f"{where} is read-only"

@@ -1,1 +1,1 @@
-"""Prompt look-up (`draft=ngram`): drafts that copy what followed the last tokens where they stood before."""
+"""Prompt look-up (`draft=ngram`): drafts copy the tokens that followed an earlier occurrence of the last tokens."""

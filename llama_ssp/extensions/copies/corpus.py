@@ -12,9 +12,9 @@ from llama_ssp.extensions.copies.records import NgramConfig
 
 
 def read_corpus(draft: NgramConfig, tokenizer: PreTrainedTokenizerBase) -> Tensor | None:
-    """Encode the texts of `draft.corpus`, each with a token that ends it; the last tokens that there is room for.
+    """Encode the texts of `draft.corpus`, each with a token that ends it; returns the last tokens that have room.
 
-    Raises ConfigError if it is no text in UTF-8, or no run.jsonl.
+    Raises ConfigError if the file is neither text in UTF-8 nor a run.jsonl.
     """
     most = draft.num_corpus_tokens
     if draft.corpus is None:

@@ -1,21 +1,22 @@
-"""Prompt look-up as the drafter: it copies tokens that followed the last ones where these stood before.
+"""Prompt look-up as the drafter: it copies the tokens that followed an earlier occurrence of the last tokens.
 
     text     ... a b c d e f ... a b c | d e f      the longest match ends at c, so d e f is drafted
                        ^               ^
                        end of match    L
 
-The longest match wins, of several the latest. Where the copy would run into the end of the text, it goes on with what
-it has copied: a text that repeats itself is continued in its period. A row without a match drafts its last token. The
-ids are integers computed from ids that all ranks agree on, so every rank drafts by itself and no message is needed.
+The longest match wins; among matches of equal length, the latest does. Where the copy would run past the end of the
+text, it goes on with the tokens that it has copied, so that a text that repeats itself is continued in its period. A
+row without a match drafts its last token. The ids are integers computed from ids that all ranks agree on, so every rank
+drafts by itself and no message is needed.
 
-Other texts of the run are looked through too, the newest ones: other samples of the prompt, and completions before.
-One of them is copied if it has a longer match than the text itself, and a corpus if its match is still longer. A table
-says where each short sequence stood last, of the corpus where its most frequent continuation did, so a round costs the
-same however much there is. Which copies there are changes no text: a copy is certain, and the target draws every token
-by the numbers of its place.
+The newest other texts of the run are searched too: other samples of the prompt, and earlier completions. The drafter
+copies from one of them if its match is longer than that in the text itself, and from a corpus if its match is longer
+still. A table has the last occurrence of each short sequence, and for the corpus the last occurrence with the
+sequence's most frequent continuation, so a round costs the same however much text there is. The drafted copies do not
+change the completion: a copy is a certain proposal, and the target draws every token by the uniforms of its position.
 
-A tree copies from several matches of its own text: the children of a node are what followed the best ones, as far as
-that differs. The first child goes on with the copy that its node belongs to.
+A tree copies from several matches in its own text: the children of a node are the distinct tokens that followed the
+best matches. The first child continues the copy that its node belongs to.
 
 Shapes: B sequences, S slots, K drafted tokens, N in a tree, R = B * M rows of the M nodes of a level, G tokens
 compared, H texts kept, X places of the table, W tokens added, C tokens of the corpus.
@@ -66,14 +67,14 @@ class NgramDrafter:
         self._last_G = torch.arange(config.longest, device=device)
 
     def allocate(self, *, batch_size: int, num_slots: int) -> None:
-        """Make room for other texts; kept texts stay if the sizes do."""
+        """Make room for other texts; the kept texts stay if the sizes are as before."""
         sizes = self._num_texts + batch_size, batch_size, num_slots
         if self._num_texts and (self._history is None or self._history.sizes != sizes):
             self._history = History(sizes, **self._sizes)
             self.num_allocations += 1
 
     def forget(self) -> None:
-        """Copy from no text that has begun so far but a row's own."""
+        """Forget other texts: from now on, of the texts that have begun, a row copies from its own alone."""
         if self._history:
             self._history.forget()
 
@@ -119,7 +120,8 @@ class NgramDrafter:
     ) -> Tensor:
         """Return the ids (B, N) of trees from the rows and matches of their roots; first children may be forced.
 
-        Each node has a row of its own: its text and its path. `period_R1` is how far before the end its copy goes on.
+        Each node has a row of its own, with its text and its path. `period_R1` is how far before the end of the row its
+        copy continues.
         """
         num_rows = lengths_R1.shape[0]
         drafted: list[Tensor] = []
@@ -145,7 +147,7 @@ class NgramDrafter:
         return torch.cat(drafted, dim=1)
 
     def _matches(self, tokens_RS: Tensor, lengths_R1: Tensor) -> Tensor:
-        """Rate the match that ends before each slot (R, S): the longer, then the later the better; 0 is none."""
+        """Rate the match that ends before each slot (R, S): longer ones are better, then later ones; 0 is no match."""
         padded = pad(tokens_RS, (self._longest, -1), value=_NO_TOKEN)
         last_RG = padded.gather(1, lengths_R1 + self._last_G)
         equal_RSG = padded.unfold(1, self._longest, 1) == last_RG[:, None]
@@ -157,7 +159,7 @@ class NgramDrafter:
 
 
 class _Sequences:
-    """Sums that stand for sequences of tokens."""
+    """Computes sums that identify short sequences of tokens."""
 
     def __init__(self, *, longest: int, shortest: int, device: torch.device) -> None:
         self._longest = longest
@@ -167,7 +169,7 @@ class _Sequences:
         self._before_G = torch.arange(-1, -longest - 1, -1, device=device)
 
     def _before(self, tokens_RS: Tensor, slots_RW: Tensor) -> Tensor:
-        """The G tokens before some slots of each row (R, W, G), the last one first."""
+        """Return the G tokens before some slots of each row (R, W, G), the last one first."""
         slots_RWG = slots_RW[..., None] + self._before_G
         found_RX = tokens_RS.gather(1, slots_RWG.clamp_min(0).flatten(1))
         return found_RX.view_as(slots_RWG).masked_fill(slots_RWG < 0, _NO_TOKEN)
@@ -178,9 +180,9 @@ class _Sequences:
 
 
 class Corpus(_Sequences):
-    """A text of up to `num_tokens` tokens, and for each sequence where its most frequent continuation stood last.
+    """A text of up to `num_tokens` tokens, with the last place of each sequence's most frequent continuation.
 
-    Sequences of one length are in the order of their sums, so that a search takes as many steps as its logarithm.
+    Sequences of one length are sorted by their sums, so that a binary search finds one.
     """
 
     def __init__(self, ids_C: Tensor, *, num_tokens: int, longest: int, shortest: int, device: torch.device) -> None:
@@ -217,16 +219,16 @@ class Corpus(_Sequences):
 
 
 class History(_Sequences, Workspace):
-    """The newest texts of a run, and a table of where each sequence of tokens stood last in them.
+    """The newest texts of a run, and a table of the last occurrence of each sequence of tokens in them.
 
-    Texts have serial numbers from 1; text n stands in row n % H. Texts up to `_dropped_11` are no longer kept and share
-    one more row. A place of the table holds n * S + slot for the token that followed a sequence, 0 if none did;
-    sequences that share a place are distinguished by their tokens.
+    Texts have serial numbers from 1; text n is in row n % H. Texts up to number `_dropped_11` are no longer kept and
+    share one extra row. An entry of the table is n * S + slot of the token that followed a sequence, 0 if none did;
+    sequences that share an entry are distinguished by their tokens.
 
     Args:
         sizes: H, B and S.
-        longest: tokens of the longest sequences.
-        shortest: of the shortest ones.
+        longest: number of tokens of the longest sequences.
+        shortest: number of tokens of the shortest sequences.
     """
 
     def __init__(self, sizes: tuple[int, int, int], *, longest: int, shortest: int, device: torch.device) -> None:
@@ -239,7 +241,7 @@ class History(_Sequences, Workspace):
         self._serials_B1, self._dropped_11 = self._tokens_HS.new_zeros(batch_size, 1), self._tokens_HS.new_zeros(1, 1)
 
     def forget(self) -> None:
-        """Keep none of the texts so far."""
+        """Forget all texts so far."""
         self._num_serials = 0
         for numbers in (self._latest_X, self._serials_B1, self._dropped_11):
             numbers.zero_()
@@ -256,7 +258,7 @@ class History(_Sequences, Workspace):
         self._add(prompts.tokens_RS, torch.minimum(slots_1W, prompts.lengths_R[:, None] - 1), serials_R1)
 
     def add(self, tokens_BS: Tensor, lengths_B1: Tensor, *, num_tokens: int, places_B: Tensor | None = None) -> None:
-        """Add the newest tokens of each row of the batch, or of the rows at some places."""
+        """Add the newest `num_tokens` tokens of each row of the batch, or only of rows `places_B`."""
         steps_W = torch.arange(-num_tokens, 0, device=lengths_B1.device)
         serials_B1 = self._serials_B1 if places_B is None else self._serials_B1.index_select(0, places_B)
         self._add(tokens_BS, (lengths_B1 + steps_W).clamp_min(0), serials_B1)
@@ -273,7 +275,7 @@ class History(_Sequences, Workspace):
         self._latest_X.scatter_reduce_(0, keys_RWG.flatten(), values_RWG.flatten(), "amax")
 
     def find(self, tokens_BS: Tensor, lengths_B1: Tensor, offsets_K: Tensor) -> tuple[Tensor, Tensor]:
-        """Find the longest match of each row's end: its length (B, 1), 0 without one, and K tokens after it."""
+        """Find the longest match of each row's end; returns its length (B, 1), 0 for none, and K tokens after it."""
         num_texts, _, num_slots = self.sizes
         last_B1G = self._before(tokens_BS, lengths_B1)
         values_BG = self._latest_X[self._keys(last_B1G)[:, 0]]
@@ -289,7 +291,7 @@ class History(_Sequences, Workspace):
         return matched_B1, self._tokens_HS.view(-1)[firsts_BG.gather(1, best_B1) + slots_BK]
 
     def _keys(self, tokens_RWG: Tensor) -> Tensor:
-        """The places (R, W, G) of sequences in the table; see `_sums`."""
+        """Return the indices (R, W, G) of sequences in the table; see `_sums`."""
         sums_RWG = self._sums(tokens_RWG)
         return ((sums_RWG >> 20) ^ sums_RWG).bitwise_and_((1 << TABLE_BITS) - 1) + self._firsts_G
 

@@ -1,4 +1,4 @@
-"""The record of prompt look-up: its settings, what they must be, and what a plan counts. Imports no torch."""
+"""The record of prompt look-up: its settings with their checks, and the costs that a plan counts. Imports no torch."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -16,10 +16,10 @@ from llama_ssp.text.messages import said
 MOST_CORPUS_TOKENS = 2**20
 """Tokens of the longest corpus."""
 TABLE_BITS = 16
-"""Places of a table for copied sequences of one length, as a power of 2."""
+"""Base-2 logarithm of the number of entries that a table has for sequences of one length."""
 OWN_KERNELS, NODE_KERNELS, OTHER_KERNELS, CORPUS_KERNELS = 30, 9, 68, 30
-"""Kernels of a search: in a row's own text, for each child that a node of a level of a tree may have, in other texts of
-the run, and in a corpus; torch's dispatcher counted them."""
+"""Numbers of kernels, as torch's dispatcher counted them: for a search in a row's own text, for each child that a node
+of a level of a tree may have, for a search in other texts of the run, and for one in a corpus."""
 _MOST_COMPARED = 64
 
 
@@ -41,9 +41,9 @@ class NgramConfig(DrafterConfig):
 
     @property
     def num_corpus_tokens(self) -> int:
-        """Tokens of the corpus that there is room for: one for two bytes of the file; the last ones are kept.
+        """The number of tokens of the corpus that there is room for: one for two bytes of the file.
 
-        Raises ConfigError if there is no such file.
+        If the corpus has more tokens, its last ones are kept. Raises ConfigError if there is no such file.
         """
         if self.corpus is None:
             return 0
@@ -71,7 +71,7 @@ def _problems(config: RunConfig) -> Iterator[str | NoEffect]:
 
 
 def _terms(draft: Any, round_: RoundSizes) -> DraftTerms:  # noqa: ANN401 - an `NgramConfig`
-    """Count kernels, and the bytes of `drafter.History` and `drafter.Corpus`; raises as `num_corpus_tokens`."""
+    """Count kernels, and the bytes of `drafter.History` and `drafter.Corpus`; ConfigError for a missing corpus file."""
     if round_.tree:
         return DraftTerms(num_kernels=OWN_KERNELS + NODE_KERNELS * sum(round_.tree.widths))
     num_lengths, num_texts = draft.longest - draft.shortest + 1, draft.history

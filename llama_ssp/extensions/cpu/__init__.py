@@ -10,8 +10,8 @@
     sums        collectives that a trace holds                    `shared_memory` has small messages
     threads     the number of threads
 
-`operators.find_operator` decides: this CPU has the instructions, llvmlite (the extra `cpu`) is there, and the operator
-computes what its reference computes on a small case; otherwise the run goes on with the reference, and one sentence
-says so. The operators are our own because no library was fast with rows that do not depend on each other:
+`operators.find_operator` uses an operator if this CPU has the instructions, llvmlite (the extra `cpu`) is installed,
+and the operator computes what its reference computes on a small case; otherwise the run uses the reference, and one
+sentence says so. The operators are our own because no library was fast with rows that do not depend on each other:
 `docs/findings/cpus.md`.
 """

@@ -1,4 +1,4 @@
-"""Attention of a layer with all that stands between the products around it: the rotary turn, the write to the cache.
+"""Attention of a layer with the other steps between its two products: the rotary turn and the write to the cache.
 
 `by_torch` is the reference; in fp32, for heads of whole vectors, `code.attention` computes it in one operator.
 
@@ -26,18 +26,18 @@ KINDS = ("float32", "float16", "bfloat16", "int8", "float8_e4m3fn")
 Attention = Callable[..., Tensor]
 """Turns queries and keys, writes keys and values, and attends to the slots of a token's row up to its own position.
 
-Takes fp32 and int64, contiguous: queries, keys and values (M, X * D), the complex rotary factors of all positions
-(S, 1, P), positions (B, T), slots_M among all rows' slots, and the cache (2 N, S, W). Then the last slot (B, T) of
-its row that each token sees, which for a row's first token is its own; and `sees` (B, T, A), which of the A slots up to
-the last token's each token sees, or `ALL`. Then H, what scores are multiplied by, and how many positions a token sees,
-0 for all; `sees` does not know that. Returns (M, H * D).
+Takes contiguous tensors in fp32 and int64: queries, keys and values (M, X * D); the complex rotary factors of all
+positions (S, 1, P); positions (B, T); slots_M among the slots of all rows; the cache (2 N, S, W); the last slot (B, T)
+of its row that each token sees, which for a row's first token is its own; and `sees` (B, T, A), which of the A slots up
+to the last token's each token sees, or `ALL`. Then takes H, the factor of scores, and how many positions a token sees,
+0 for all; `sees` does not take that into account. Returns (M, H * D).
 """
 ALL = torch.empty(0, 0, 0, dtype=torch.bool)
-"""A token sees all slots up to its own: no trees."""
+"""The value of `sees` without trees: each token sees all slots up to its own."""
 
 
 class TokenPlaces(NamedTuple):
-    """Places of the tokens of a forward; see `Attention`."""
+    """Positions and slots of the tokens of a forward; see `Attention`."""
 
     turns_S1P: Tensor
     positions_BT: Tensor
@@ -60,7 +60,7 @@ def by_torch(  # noqa: PLR0913, PLR0917 - the arguments of an operator
     window: int,
     rows: KeptRows | None = None,
 ) -> Tensor:
-    """The reference of `Attention`, in any number format: row by row, the cache written first."""
+    """Compute the reference of `Attention`, in any number format: writes the cache, then attends row by row."""
     num_kv, rows = cache_2NSW.shape[0] // 2, rows or KeptRows(qkv.dtype)
     qkv_MXD = qkv.view(len(slots_M), num_heads + 2 * num_kv, -1)
     pairs = torch.view_as_complex(qkv_MXD[:, : num_heads + num_kv].unflatten(-1, (-1, 2)).contiguous())
@@ -94,7 +94,7 @@ SIGNATURE = (
 
 @cache
 def find_attention(head_dim: int, rows: KeptRows = SINGLES) -> Attention | None:
-    """The operator for these heads and rows of the cache, compiled at the first call; None if it cannot be had."""
+    """Return the operator for such heads and cache rows, compiled at the first call; None if this CPU cannot use it."""
     if head_dim % LANES or head_dim > WIDEST_HEAD or rows.kind not in KINDS:
         return None
     return find_operator(
@@ -111,7 +111,7 @@ def find_attention(head_dim: int, rows: KeptRows = SINGLES) -> Attention | None:
 
 
 def _check(rows: KeptRows, head_dim: int, attention: Attention) -> None:
-    """RuntimeError if two tokens after twenty others get something else than from the reference."""
+    """Raise RuntimeError if two tokens after twenty others do not get the reference's result."""
     num_slots, positions_BT = 40, torch.tensor([[20, 21]])
     cache_2SW = rows.pack(torch.arange(2.0 * num_slots * head_dim).sin_().view(2, num_slots, head_dim))
     qkv_ME = torch.arange(2.0 * 4 * head_dim).cos_().view(2, -1)

@@ -27,10 +27,10 @@ class LayerOperator:
     Attributes:
         attention: the operator.
         freqs_cis_S1P: the rotary factors of all positions.
-        positions_BT: of the tokens, contiguous.
+        positions_BT: positions of the tokens, contiguous.
         own_slots_BT: their slots in their rows, contiguous.
         sees_BTA: what nodes of trees see, contiguous, or `attention.ALL`.
-        view: of the cache.
+        view: the part of the cache that the forward reads and writes.
         window: how many positions a token sees, including its own.
     """
 
@@ -57,7 +57,7 @@ class LayerOperator:
         return self.attention(qkv_MO.float(), *place, *sizes).to(qkv_MO.dtype)
 
     def place(self, number: int, like: Callable[[], Tensor]) -> TokenPlaces:
-        """The places of the tokens, for a layer; `like` makes a tensor like its keys and values."""
+        """Return positions and slots of the tokens, for a layer; `like` makes a tensor like its keys and values."""
         parts = self.view.buffer(number, like).parts
         return TokenPlaces(
             self.freqs_cis_S1P, self.positions_BT, self.view.slots_M, parts, self.own_slots_BT, self.sees_BTA
@@ -67,7 +67,8 @@ class LayerOperator:
 class CompiledAttention:
     """Attention of a model by an operator, for heads of one size over a cache of rows; see `OperatorAttention`.
 
-    Models in 16 bits round what goes in and out: each forward, whatever its size, computes the parts of their layers.
+    Models in 16 bits round between the parts of a layer, so every forward, whatever its size, computes these one by
+    one.
     """
 
     def __init__(self, operator: Attention, head_dim: int, rows: KeptRows, *, is_fp32: bool) -> None:

@@ -1,6 +1,6 @@
 """Names what a run lacks for `reproducible=true` on a CPU, by settings, files and this machine. Imports no torch.
 
-A rank's own slice, and weights that fp16 does not hold, are seen when the models are loaded.
+What depends on a rank's own slice, or on weights that fp16 cannot hold, is checked when the models are loaded.
 """
 
 from collections.abc import Iterator

@@ -26,7 +26,7 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 def find_latents(
     *, rank: int, rotary: int, kept: KeptRows, dtype: torch.dtype, **_others: object
 ) -> LatentAttention | None:
-    """The operator for latents of whole vectors, kept so; None if it cannot be had."""
+    """Return the operator for latents of whole vectors in such a cache; None if this CPU cannot use it."""
     if rank % LANES or rotary % LANES or kept.kind not in KINDS or dtype not in _DTYPES:
         return None
     operator = _operator_of(kept, rank, rotary)
@@ -73,7 +73,7 @@ def _attend(  # noqa: PLR0917 - the arguments of a `LatentAttention`
 
 
 def _check(kept: KeptRows, rank: int, rotary: int, operator: Operator) -> None:
-    """RuntimeError if two tokens of two rows get something else than from the reference."""
+    """Raise RuntimeError if two tokens of two rows do not get the reference's result."""
     queries_BHTD = torch.arange(2.0 * 5 * 2 * (rank + rotary)).sin_().view(2, 5, 2, -1)
     parts = [kept.pack(torch.arange(2.0 * 40 * width).cos_().view(2, 40, width)) for width in (rank, rotary)]
     latents_BSW, rotary_BSW = torch.cat(parts, -1).split([part.shape[-1] for part in parts], -1)

@@ -35,8 +35,8 @@ class CompiledLayers:
 
     Args:
         first: the number of the first layer.
-        layers: of each: qkv, output, gate and up, down; the first and the third have taken in their norm.
-        operator: of their kind and the heads' size.
+        layers: for each layer, its products: qkv, output, gate and up, down; the first and the third include a norm.
+        operator: the operator for their kind and the heads' size.
 
     Attributes:
         first: see above.
@@ -60,9 +60,9 @@ class CompiledLayers:
         scale: float,
         window: int,
     ) -> Tensor:
-        """The residual stream after as many layers as there are caches; writes keys and values of the tokens.
+        """Return the residual stream after as many layers as there are caches; writes keys and values of the tokens.
 
-        `first` is the number of the first one, whose cache `place` has too.
+        `first` is the number of the first of these layers; `place` has its cache as well.
         """
         layers = self._weights[first - self.first :][: len(caches)]
         return self._operator(

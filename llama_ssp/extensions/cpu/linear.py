@@ -48,7 +48,7 @@ def product_of(product: Product) -> Operator | None:
 
 
 def _check(product: Product, operator: Operator) -> None:
-    """RuntimeError if a small product is wrong."""
+    """Raise RuntimeError if a small product is wrong."""
     num_inputs, none = product.group or BLOCK, torch.empty(0)
     weight_OI = torch.arange(BLOCK * num_inputs).view(BLOCK, num_inputs).remainder(9).sub(4)
     x_MI = torch.linspace(-127, 113, BLOCK).repeat(2, num_inputs // BLOCK).clamp(max=127)
@@ -121,10 +121,11 @@ class CompiledLinear(NativeLinear):
     """A linear layer by a compiled product, of weights that `fits`.
 
     Args:
-        product: of which it has the operator.
-        values_OI: weights in int8, fp16 or fp32, the bytes of FP8, or codes of 4 bits; of floats of 4 bits `byte_rows`.
-        scales_O: one an output; of fp16 and fp32 one number; of FP8 the scales, of int4 the words of all groups.
-        bias_O: None for none.
+        product: the product whose operator the layer calls.
+        values_OI: weights in int8, fp16 or fp32, the bytes of FP8, or codes of 4 bits; `byte_rows` for 4-bit floats.
+        scales_O: a scale per output; for fp16 and fp32 one number; for FP8 the scales, for int4 the words of all
+            groups.
+        bias_O: the bias; None for no bias.
     """
 
     def __init__(self, product: Product, values_OI: Tensor, scales_O: Tensor, bias_O: Tensor | None) -> None:
@@ -192,7 +193,7 @@ def native_floats(product: Product, weight_OI: Tensor, bias_O: Tensor | None, *,
 
 
 def find_linear(weight_OI: Tensor, *, in_halves: float | None, keeps_weight: bool) -> Kernel | None:
-    """The kernel of a weight; `in_halves` is what fp16 holds it multiplied by, None if it does not."""
+    """Return the kernel of a weight; `in_halves` is the factor with which fp16 holds it exactly, None for none."""
     if in_halves and fits(IN_FP16, weight_OI.shape):
         return partial(native_floats, IN_FP16, scale=in_halves)
     is_fp32 = weight_OI.dtype is torch.float32
@@ -208,5 +209,5 @@ def find_packed(storage: str, shape: torch.Size) -> Callable[..., CompiledLinear
 
 
 def find_block(storage: StorageFormat) -> int | None:
-    """The number of which inputs and outputs of a storage format's layers are multiples; None if it has no product."""
+    """Return the number that must divide inputs and outputs of a format's layers; None if it has no product."""
     return BLOCK if storage.compiled and product_of(storage.compiled) else None

@@ -27,9 +27,9 @@ def find_operator(
     check: Callable[[Operator], None],
     instead: str,
 ) -> Operator | None:
-    """Compile an operator, and hold it to its reference; None where this CPU cannot have it.
+    """Compile an operator, and compare it with its reference; returns None if this CPU cannot use it.
 
-    A CPU without the instructions is silent. Without llvmlite, or if the operator does not work, a warning says so.
+    There is no warning if the CPU lacks the instructions. There is one if llvmlite is missing or the operator is wrong.
 
     Args:
         signature: name and arguments, as `torch.library` takes them.

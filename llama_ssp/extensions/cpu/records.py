@@ -1,4 +1,4 @@
-"""The records of CPUs: what takes the place of torch's operators there."""
+"""The records of CPUs: what replaces torch's operators on them."""
 
 from llama_ssp.extensions.cpu.equal_bits import ABILITY
 from llama_ssp.registry.operators import DeviceOperator

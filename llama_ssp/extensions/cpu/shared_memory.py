@@ -109,7 +109,7 @@ class SharedMemoryGroup:
         return torch.cat(parts, dim=-1)
 
     def deliver(self, values: Tensor | None, *, src: int) -> None:
-        """Copy the contiguous values of rank `src` to the ranks that give values; the others, with None, count it."""
+        """Copy contiguous values of rank `src` to ranks that give values; ranks with None only count the message."""
         if self._rank == src and values is not None:
             self._post(values, ())
             return

@@ -1,9 +1,9 @@
 """Chooses how many threads compute the rounds of a CPU, by the times of these rounds.
 
-The threads of a round wait for each other. Where another program keeps a core busy, one of them loses its core for
-milliseconds and the others wait for it: fewer threads are faster then. Each number of threads is tried for a few
-rounds, and the fastest is kept. Its rounds are compared with the fastest ones of the same work: once they are slow on
-average, another number takes over. More threads are tried again after a pause, which doubles while they do not help.
+The threads of a round wait for each other. If another program keeps a core busy, one of them loses its core for
+milliseconds while the others wait: then fewer threads are faster. Each number of threads is tried for a few rounds, and
+the fastest is kept. Its rounds are compared with the fastest rounds of the same work: once they are slow on average,
+another number is used. More threads are tried again after a pause, which doubles each time that they do not help.
 
 Texts do not depend on the number: only decoders whose kernels compute the same bits with any number have a choice.
 """
@@ -27,14 +27,14 @@ _MOST_SLOWNESS = 4.0
 _WEIGHT = 1 / 64
 """Weight of a round in the average, so that one late round alone changes nothing."""
 _MARGIN = 0.9
-"""Share of its slowness below which another number takes over."""
+"""Another number is used if its slowness is below this share of that of the number in use."""
 _UNDISTURBED = 1.5
 """Slowness up to which fewer threads are not tried again."""
 _BETWEEN_LOOKS_S = 0.01
 """Time of rounds between two comparisons of the numbers, since a round may take a third of a millisecond."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 8.0
 _HELD_S = 1.0
-"""Time of use after which a number begins with the first pause again."""
+"""Seconds of use after which the pause of a number is the first one again."""
 
 
 @dataclass
@@ -55,7 +55,7 @@ class ThreadChoice(Threads):
     """The number of threads of a decoder's rounds.
 
     Args:
-        numbers: to choose from, the largest first; none leaves torch's own number.
+        numbers: numbers of threads to choose from, the largest first; if empty, torch's own number is used.
         num_free: threads with a core of their own at first; larger numbers are tried after a pause.
     """
 
@@ -74,7 +74,7 @@ class ThreadChoice(Threads):
 
     @classmethod
     def up_to(cls, most: int, *, num_free: int | None = None) -> "ThreadChoice":
-        """All cores, all but one, half of them, and one: as many as other programs may leave free."""
+        """Choose among all cores, all but one, half of them, and one, depending on what other programs leave free."""
         return cls(sorted({most, most - 1, most // 2, 1} - {0}, reverse=True) if most > 1 else (), num_free=num_free)
 
     @property
@@ -103,7 +103,7 @@ class ThreadChoice(Threads):
             _use(before)
 
     def after_round(self, work: Hashable, seconds: float) -> None:
-        """Take in the time of a round, and compute the next one with the number that is chosen now."""
+        """Record the time of a round, and compute the next one with the number that is chosen now."""
         if self._candidates:
             before = self.number
             self.record(work, seconds)
@@ -111,7 +111,7 @@ class ThreadChoice(Threads):
                 _use(self.number)
 
     def record(self, work: Hashable, seconds: float) -> None:
-        """Take in the time of a round; rounds of equal `work` do the same."""
+        """Record the time of a round; rounds of equal `work` do the same."""
         self._now_s += seconds
         num_rounds, fastest_s = self._works.get(work, (0, seconds))
         fastest_s = min(seconds, fastest_s) if num_rounds > _NUM_UNTIMED else seconds

@@ -45,10 +45,10 @@ class Traced(Generic[_Result]):
     """Traces of functions of one kind, each of which maps tensors to one or more tensors.
 
     Args:
-        reads: objects whose tensors they read and write in addition to their arguments.
+        reads: objects whose tensors the functions read and write in addition to their arguments.
 
     Attributes:
-        failed: tracing has failed once; since then functions are called from Python.
+        failed: whether tracing has failed once, so that functions are called from Python.
         replays: the replay by key, the most recently used last; None after the first call.
     """
 
@@ -96,9 +96,9 @@ class Traced(Generic[_Result]):
             _set_optimizing(before)
 
     def _moving_tensors(self, bucket: int, version: Hashable) -> list[Tensor] | None:
-        """The tensors of `allocate` for this bucket, cached as weak references so that a replaced cache is freed.
+        """Return the tensors of `allocate` for this bucket, kept as weak references so that a replaced cache is freed.
 
-        None if fewer are there than before: the first forward after an allocation makes the caches.
+        Returns None if there are fewer than before: the first forward after an allocation makes the caches.
         """
         if version != self._version:
             self._moving.clear()
@@ -152,7 +152,7 @@ class Traced(Generic[_Result]):
 
 
 def _on_short_stack(trace: Callable[..., tuple[Any, object]], *arguments: object) -> LibraryPart:
-    """Make a graph in a thread of its own: with each operator torch stores all of Python's stack, 4 us for a frame."""
+    """Make a graph in a new thread with a short stack: torch stores the stack with each operator, 4 us a frame."""
     is_inference = torch.is_inference_mode_enabled()
 
     def make() -> LibraryPart:
@@ -170,7 +170,7 @@ _shape = Tensor.shape.__get__  # type: ignore[attr-defined]
 
 
 class _Recordable(TorchFunctionMode):
-    """Calls operators that a trace can hold in place of others, and makes shapes constants: the key covers them."""
+    """Replaces operators that a trace cannot hold, and makes shapes constants, since the key of a trace covers them."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
         """See `TorchFunctionMode`."""

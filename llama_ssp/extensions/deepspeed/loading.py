@@ -30,9 +30,10 @@ from llama_ssp.settings.layout import Layout
 
 
 def check(world: World, layout: Layout, shape: ModelShape, quantization: str) -> None:
-    """Check that DeepSpeed can split a model, without loading weights: ConfigError if it is not installed.
+    """Check that DeepSpeed can split a model, without loading weights.
 
-    PlacementError if the model's heads do not divide evenly, or quantization was requested.
+    Raises ConfigError if DeepSpeed is not installed, and PlacementError if the model's heads do not divide evenly or
+    quantization was requested.
     """
     if world.device.type == "cpu":  # also if there are GPUs; it reads this when it is imported.
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -45,9 +46,10 @@ def check(world: World, layout: Layout, shape: ModelShape, quantization: str) ->
 
 
 def load(loading: Loading) -> ModuleRunner:
-    """Load a whole model, and let DeepSpeed keep this rank's part of it; PlacementError if it cannot split the model.
+    """Load a whole model, and let DeepSpeed keep this rank's part; raises PlacementError if it cannot split the model.
 
-    Its `comm` has all ranks of the world, and its `precision` is unquantized. For other errors see `load_model`.
+    `loading.comm` has all ranks of the world, and `loading.precision` is unquantized. For other errors see
+    `load_model`.
     """
     assert loading.precision.kernel is None, "`check` comes first"
     model = load_modules(replace(loading, device=torch.device("cpu"), comm=Comm.single()))
@@ -81,7 +83,7 @@ def _share(model: nn.Module, model_type: str, *, dtype: torch.dtype, comm: Comm)
 
 
 def _let_go(shared: ref[nn.Module]) -> None:
-    """Drop DeepSpeed's references to our process group, whose threads end with the last one; see `leave_groups`."""
+    """Drop DeepSpeed's references to our process group: its threads end with its last reference; see `leave_groups`."""
     model = shared()
     for module in model.modules() if model else ():
         vars(module).pop("mp_group", None)

@@ -1,4 +1,4 @@
-"""The record of DeepSpeed's AutoTP: the models that it splits, the bytes of a rank, and refusals."""
+"""The record of DeepSpeed's AutoTP: the models that it can split, the bytes of a rank, and refusals."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -20,7 +20,7 @@ _KIND = "placement.target.kind=deepspeed"
 
 
 def check_split(shape: ModelShape, quantization: str, *, num_ranks: int) -> None:
-    """Raise PlacementError if DeepSpeed cannot split a model evenly; it would leave recurrent states whole."""
+    """Raise PlacementError if DeepSpeed cannot split a model evenly, or would not split its recurrent states at all."""
     heads, problem = shape.num_key_value_heads, ""
     if num_ranks > 1 and record_of(shape.model_type).recurrent:
         problem = f"cannot split the recurrent layers of {shape.model_type} models: use "

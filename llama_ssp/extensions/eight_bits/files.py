@@ -1,4 +1,4 @@
-"""Weights of a byte each, as files have them; layouts are drawn in `weights.packed`."""
+"""Weights of a byte each, as files store them; `weights.packed` shows the layouts."""
 
 from collections.abc import Mapping
 
@@ -17,7 +17,7 @@ _SIGN_BIT = 128
 
 
 class ByteTensor(BlockTensor):
-    """A weight with a byte for each number."""
+    """A stored weight with a byte for each number."""
 
     codes_of_a_word = 4
 

@@ -15,7 +15,7 @@ _LARGEST_BYTE, _E4M3 = 127, torch.float8_e4m3fn
 
 
 class _Int8WeightOnly(WeightOnlyLinear):
-    """In fp16 weights are scaled before the product, since unscaled sums would overflow; otherwise outputs after it."""
+    """Scales the outputs after the product; in fp16 the weights before it, since unscaled sums would overflow."""
 
     def _unpack(self, outputs: slice, into_CI: Tensor) -> None:
         bytes_OI, scales_O = self._operands
@@ -32,7 +32,7 @@ class _Int8WeightOnly(WeightOnlyLinear):
 
 
 def int8_weight_only_linear(weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
-    """A layer in the format `int8_weight_only`, of numbers or of `byte_rows` whose word is the scale of an output."""
+    """Make a layer in `int8_weight_only`, from numbers or from `byte_rows` whose words are the scales of outputs."""
     if weight_OI.dtype is torch.uint8:
         bytes_OI, words_O1 = byte_rows.split(weight_OI)
         operands = bytes_OI.view(torch.int8), words_O1.view(torch.float32).squeeze(1)
@@ -52,7 +52,7 @@ def _to_bytes(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _ScaledGroups(WeightOnlyLinear):
-    """Its operands are the weights (O, I) in E4M3 or int8 and the scales (G, O) of their groups."""
+    """A layer whose operands are weights (O, I) in E4M3 or int8, and the scales (G, O) of their groups."""
 
     def _unpack(self, outputs: slice, into_CI: Tensor) -> None:
         weight_OI, scales_GO = self._operands
@@ -61,15 +61,15 @@ class _ScaledGroups(WeightOnlyLinear):
 
 
 def int8_groups_linear(weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
-    """A layer in the format `int8_groups`, of `byte_rows` with scales of groups, which no kernel reads packed."""
+    """Make a layer in `int8_groups`, from `byte_rows` with scales of groups; no kernel reads it packed."""
     bytes_OI, words_OG = byte_rows.split(weight_OI)
     return _ScaledGroups((bytes_OI.view(torch.int8), words_OG.view(torch.float32).t().contiguous()), bias_O, None)
 
 
 def fp8_weight_only_linear(weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
-    """A layer in the format `fp8_weight_only`, of `byte_rows` whose words are the scales of groups of 128 inputs.
+    """Make a layer in `fp8_weight_only`, from numbers or `byte_rows` whose words are scales of groups of 128 inputs.
 
-    Numbers are rounded to E4M3, whose largest number stands for the largest weight of a group.
+    Numbers are rounded to E4M3, with scales that turn the largest weight of a group into the largest number of E4M3.
     """
     if weight_OI.dtype is torch.uint8:
         bytes_OI, words_OG = byte_rows.split(weight_OI)

@@ -25,10 +25,10 @@ from llama_ssp.storage.formats import (
 )
 
 BNB_FORM = "weight_format"
-"""Last part of the name of a tensor with the order of int8 weights; 0 for row by row."""
+"""Last part of the name of a tensor that says in which order int8 weights are stored; 0 is row by row."""
 _BY_OUTPUTS, _BY_GROUPS, _FP8 = "int8_weight_only", "int8_groups", "fp8_weight_only"
 _PER_OUTPUT: tuple[Block, ...] = ((1, None), (None, None))
-"""Blocks without a border within a row."""
+"""Blocks of which each holds whole rows."""
 
 
 def _layout(described: Mapping[str, Any]) -> Found | None:

@@ -2,16 +2,16 @@
 
 A score is a function of the next token that the text before it decides. With p the target's probabilities after that
 text, f(token) - E_p f has expectation 0 and the variance that p gives, whatever was drawn before: its sum over a text
-is a martingale. Each score is large on tokens that one kind of fault makes too frequent. After a rejection, the
-residual takes the place of p. Texts are only read here; `martingales` judges the sums.
+is a martingale. Each score is large on tokens that one kind of fault makes too frequent. After a rejection, scores use
+the residual in place of p. This module computes the sums; `martingales` judges them.
 
 With q the draft's probabilities and w the weight of the block before it (1 unless the rule verifies blocks), a token is
 drafted and accepted with probability min(w p, q) / w, and otherwise drawn from the residual, (w p - q)+ normalised:
 together p. Most faults change one of the two.
 
-Scores do not distinguish improbable tokens: the most probable ones, by target and draft together, are symbols of their
-own, in the order of their ids, and all others are the last symbol. Laws are formed of the whole vocabulary first, a few
-rows at a time: the minimum of two sums is not the sum of the minima.
+Scores do not distinguish improbable tokens: each of the most probable ones, by target and draft together, is a symbol,
+in the order of their ids, and all other tokens together are the last symbol. Laws are computed over the full vocabulary
+before tokens are merged, a few rows at a time, since the minimum of two sums is not the sum of the minima.
 
 Shapes: B sequences, V vocabulary, A symbols, F scores of texts, E of residuals, G faults, N tokens looked back at,
 X = 4 + G + 1 numbers of a score, C blocks of a draw,
@@ -37,20 +37,21 @@ _TINY, _ROUNDING, _NEVER = 1e-30, 1e-6, 1e30
 _MOST_AT_ONCE = 2**20
 """Probabilities of a model whose laws are formed together."""
 _OF_SCORE = 4
-"""Numbers of a score before its faults' numbers, after which its drift stands."""
+"""How many numbers of a score come before those of its faults; its drift comes last."""
 _LEAST_REST = 1e-3
-"""Mass of a residual; of a smaller one rounding is too large a share."""
+"""The least mass of a residual that is used: of a smaller one, rounding is too large a share."""
 
 
 class _Laws(NamedTuple):
     """Probabilities of the symbols: sums over their tokens.
 
     Attributes:
-        ids_BA: of all symbols but the last.
-        accepted_BA: of a token that is drafted and accepted; its sum is below 1.
-        rest_BA: of a token after a rejection.
-        stated_BA: of a token, as the texts' maker says; the target's where it says nothing.
-        of_texts_BGA, residuals_BEA: of a token, and of one after a rejection, under each of `FAULTS` and `RESIDUALS`.
+        ids_BA: ids of all symbols but the last.
+        accepted_BA: probabilities that a token is drafted and accepted; their sum is below 1.
+        rest_BA: probabilities of a token after a rejection.
+        stated_BA: probabilities of a token that the maker of the texts states; the target's where it states none.
+        of_texts_BGA, residuals_BEA: probabilities of a token under each of `FAULTS`, and of a token after a rejection
+            under each of `RESIDUALS`.
     """
 
     ids_BA: Tensor
@@ -93,12 +94,12 @@ class LawSums:
         forgetful_BV: Tensor | None = None,
         stated_BV: Tensor | None = None,
     ) -> None:
-        """Add a token of each row, from both models' probabilities of all that could stand there.
+        """Add a token of each row, given both models' probabilities at its position.
 
         A draft without probabilities has 1 at the token that it proposes. `newest_BN` are the tokens before, and
-        `roles_B` says how each token came about, a `Role`; an unused one adds nothing. `forgetful_BV` are the target's
-        probabilities if penalties do not see the drafted tokens of the round, and `stated_BV` the probabilities that
-        the texts' maker states.
+        `roles_B` says by its `Role` how each token came about; unused tokens add nothing. `forgetful_BV` are the
+        target's probabilities if penalties ignored the drafted tokens of the round, and `stated_BV` those that the
+        maker of the texts states.
         """
         roles_B1, num_rows = roles_B[:, None], max(1, _MOST_AT_ONCE // target_BV.shape[1])
         others = (target_BV if one_BV is None else one_BV for one_BV in (forgetful_BV, stated_BV))
@@ -148,7 +149,7 @@ class LawSums:
         ]
 
     def _having(self, roles_B1: Tensor, is_drafted_B1: Tensor) -> tuple[Tensor, Tensor]:
-        """Whether these tokens can have each fault, and the chance that they have one whose law is known: (B, G)."""
+        """Return whether these tokens can have each fault, and the chance of those whose law is known, each (B, G)."""
         is_bonus_B1, is_first_B1 = roles_B1 == Role.bonus, self._depth_B1 == 0
         is_known_B1 = self._depth_B1 < self._rounds.num_known
         is_later_B1 = (is_drafted_B1 | is_bonus_B1) & ~is_first_B1
@@ -212,7 +213,7 @@ class LawSums:
 
 
 def _symbols(weights_BV: Tensor, ids_BA: Tensor) -> Tensor:
-    """Reduce weights to symbols, (B, A) in fp64; what rounding leaves of the last one is 0."""
+    """Reduce weights to symbols, (B, A) in fp64; if the last one is only rounding, it is 0."""
     weights_BA = weights_BV.gather(1, ids_BA).double()
     sums_B1 = weights_BV.sum(1, keepdim=True, dtype=torch.float64)
     others_B1 = sums_B1 - weights_BA.sum(1, keepdim=True)
@@ -220,7 +221,7 @@ def _symbols(weights_BV: Tensor, ids_BA: Tensor) -> Tensor:
 
 
 def _moments(scores_BFA: Tensor, law_BA: Tensor, faulty_BGA: Tensor, symbol_B1: Tensor) -> Tensor:
-    """The numbers (B, X, F) of scores of one token, whose law is the first, or one of the faulty ones."""
+    """Return the numbers (B, X, F) of the scores of one token, under its law and under each faulty law."""
     scores_BFA = scores_BFA - scores_BFA @ law_BA[..., None]
     values_BF1 = scores_BFA.gather(2, symbol_B1[:, None].expand(-1, scores_BFA.shape[1], -1))
     variances_BF1 = scores_BFA.square() @ law_BA[..., None]
@@ -232,9 +233,9 @@ def _moments(scores_BFA: Tensor, law_BA: Tensor, faulty_BGA: Tensor, symbol_B1: 
 
 
 def _with_drafts_uniforms(rest_BV: Tensor, draft_BV: Tensor, rejected_BV: Tensor) -> Tensor:
-    """The residual if the number that picks its block (see `draw`) is the one that has picked the rejected token's.
+    """Return the residual under the fault that its draw reuses the uniform that picked the rejected token's block.
 
-    Where that number is, follows from the blocks of the tokens that are rejected.
+    See `draw`. The blocks of the tokens that may be rejected tell where that uniform is.
     """
     vocab_size = rest_BV.shape[1]
     size = tokens_of_a_block(vocab_size)
@@ -254,7 +255,7 @@ def _with_drafts_uniforms(rest_BV: Tensor, draft_BV: Tensor, rejected_BV: Tensor
 
 
 def _with_drafts_race(rest_BV: Tensor, draft_BV: Tensor) -> Tensor:
-    """The residual if each token's race (exponential, or Gumbel noise) goes on where the draft's has ended.
+    """Return the residual under the fault that each token's race (exponential, or Gumbel noise) continues the draft's.
 
     The draft's race ends after a time T, of exponential law, whoever wins. A token of draft q and residual r starts a
     race of speed r late by T q / r. With G(v) the integral of the speeds of races that have started, and T integrated
@@ -270,7 +271,7 @@ def _with_drafts_race(rest_BV: Tensor, draft_BV: Tensor) -> Tensor:
 
 
 def _with_rejected_sibling(accepted_BV: Tensor, rest_BV: Tensor, draft_BV: Tensor) -> Tensor:
-    """The law at a node whose second child is verified as if the draft could draw the first one again.
+    """Return the law at a node under the fault that its second child is verified as if it could equal the first.
 
     The second child is drawn from q without the rejected r, and accepted with min(1, rest / q) in place of
     min(1, rest (1 - q(r)) / q); further children keep the law of what is left.
@@ -290,7 +291,7 @@ def _ratios(laws_BGA: Tensor, true_BA: Tensor) -> Tensor:
 
 
 def _scores(laws: _Laws, *, is_newest_BA: Tensor, drift_B1: Tensor, is_first_B1: Tensor, counts_BG: Tensor) -> Tensor:
-    """All scores of texts (B, F, A), in the order of `TEXT_SCORES`."""
+    """Return all scores of texts (B, F, A), in the order of `TEXT_SCORES`."""
     target_BA, draft_BA = laws.target_BA, laws.draft_BA
     acceptance_BA = (target_BA / draft_BA.clamp_min(_TINY)).clamp_max(1.0)
     log_target_BA, log_draft_BA = (target_BA + _FLOOR).log(), (draft_BA + _FLOOR).log()
@@ -311,5 +312,5 @@ def _scores(laws: _Laws, *, is_newest_BA: Tensor, drift_B1: Tensor, is_first_B1:
 
 
 def _places(target_BA: Tensor) -> Tensor:
-    """The middle of each symbol's share of the target's cumulative distribution; 1 / 2 on average."""
+    """Return the middle of each symbol's interval in the target's cumulative distribution; the mean is 1 / 2."""
     return target_BA.cumsum(-1) - target_BA / 2

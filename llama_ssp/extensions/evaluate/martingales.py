@@ -1,10 +1,10 @@
 """Judges sums over texts that have expectation 0 if the texts have the target's distribution; without torch.
 
-`law` computes them. Most scores need the text alone: with the tokens before it, and where the round began,
-each token has the target's probabilities. After a rejection, scores need the residual, whose probabilities a resampled
-token has whatever was rejected. The sum of a score over all tokens is a martingale, whose variance is known: the sum of
-the variances that the target's own probabilities give at each token. Bernstein's inequality for martingales bounds how
-improbable a sum is, also where few and rare tokens make it up, as with the proposals of an n-gram draft.
+`law` computes the sums. Most scores need the text alone: given the tokens before it and where the round began, each
+token has the target's probabilities. Scores of tokens after a rejection need the residual, whose probabilities a
+resampled token has whatever was rejected. The sum of a score over all tokens is a martingale with a known variance: the
+sum of the variances that the target's own probabilities give at each token. Bernstein's inequality for martingales
+bounds how improbable a sum is, even if it consists of few and rare tokens, as with the proposals of an n-gram draft.
 """
 
 import math
@@ -31,7 +31,7 @@ FAULTS = {
     "penalties that forget drafted tokens": (),
     "a bonus token drawn from the draft": (),
 }
-"""Faults, and the rules under which a node with one child can have them; the last three depend on other things."""
+"""Faults, with the rules under which a node with one child can have them; the last three depend on other things."""
 RESIDUALS = (*FAULTS,)[:4]
 TEXT_SCORES = (
     *FAULTS,
@@ -46,24 +46,24 @@ TEXT_SCORES = (
 )
 SCORES = (*TEXT_SCORES, *(f"after a rejection, {fault}" for fault in RESIDUALS))
 _LEAST_VARIANCE = 1.0
-"""Rounding may turn a few tokens, also where the target is certain of all of them."""
+"""The least variance of a sum: rounding may change a few tokens even if the target is certain of all of them."""
 _NUM_ERRORS = 5.0
 _LEAST_SHIFT, _NO_VARIANCE = 1e-3, 1e-6
-"""Smaller is rounding: a shift in standard deviations, and the variance of a score that the settings make constant."""
+"""Values below which there is only rounding: a shift in standard deviations, and the variance of a constant score."""
 
 
 class Role(IntEnum):
     """Ways in which a token came about."""
 
     unused = 0
-    """The first of a text, which no draft comes before, and what stands after the end."""
+    """The first token of a text, which no draft precedes, and positions after the end."""
     accepted = 1
     resampled = 2
-    """Drawn from the residual, in the place of a rejected one."""
+    """Drawn from the residual, in place of a rejected token."""
     bonus = 3
-    """Drawn after a whole accepted draft."""
+    """Drawn after all drafted tokens were accepted."""
     other = 4
-    """A token of a round whose draft does not count, or without one."""
+    """A token of a round without a draft, or whose draft is not judged."""
     hidden = 5
     """A token of a text that does not say where its rounds begin."""
 
@@ -88,12 +88,12 @@ class Rounds:
     Attributes:
         rule: the name of the rule, or CERTAIN.
         widths: of a tree, how many children a node has, level by level; empty for a chain.
-        sees_rejections: the residual is known to within the rounding of fp32: the draft's probabilities are a function
+        sees_rejections: whether the residual is known up to rounding in fp32: the draft's probabilities are a function
             of the text, and both models compute in fp32.
-        penalizes: the target's probabilities depend on which tokens were drafted before.
-        num_known: how many tokens of a round, from the first on, have the draft's probabilities after the text before
-            them: one of a head, which drafts a second token from what it has made of the first.
-        longest: K of texts that hide their rounds: how far a fault moves them follows from where rounds may begin.
+        penalizes: whether the target's probabilities depend on which tokens were drafted before.
+        num_known: for how many tokens of a round, from the first on, the draft's probabilities follow from the text
+            before them; one for a head, which drafts the second token from its own output for the first.
+        longest: K of texts that hide their rounds; how far a fault moves them follows from where rounds may begin.
     """
 
     rule: str = DEFAULT
@@ -111,10 +111,10 @@ class TextSums(NamedTuple):
     """The sums of one text; lists have a number for each of `SCORES`.
 
     Attributes:
-        values: of the scores, minus their expectations.
-        variances: of the values, as the target's probabilities give them.
-        reaches: the farthest that one token can move a value.
-        ranges: the farthest that a law at total variation 1 moves the values on average: as large as their ranges.
+        values: sums of the scores, minus their expectations.
+        variances: variances of the values, as they follow from the target's probabilities.
+        reaches: the most by which one token can move a value.
+        ranges: the most by which a law at total variation 1 moves the values on average: the sums of score ranges.
         shifts: what each of `FAULTS` adds to the values on average; 0 for faults that such rounds cannot have.
         drifts: what the probabilities that the text's maker states add to the values on average.
     """
@@ -157,7 +157,7 @@ class Sum:
 
     @property
     def p_value(self) -> float:
-        """A bound of the probability of a sum as far from 0, in either direction.
+        """An upper bound of the probability that a sum is at least this far from 0, in either direction.
 
         Source: Freedman 1975, "On tail probabilities for martingales".
         """
@@ -165,7 +165,7 @@ class Sum:
         return min(1.0, 2 * math.exp(-(self.value**2) / (2 * spread)))
 
     def power(self, fault: int, *, least_p: float) -> float:
-        """The probability that a fault makes the p-value as small; see `TextSums.shifts`."""
+        """Return the probability that a fault makes the p-value at most `least_p`; see `TextSums.shifts`."""
         log = math.log(2 / least_p)
         of_reach, variance = log * self.reach / 3, max(self.variance, _LEAST_VARIANCE)
         needed = of_reach + math.sqrt(of_reach**2 + 2 * log * variance)
@@ -188,9 +188,10 @@ def sums_of(texts: Iterable[TextSums]) -> dict[str, Sum]:
 
 
 def roundings(stated: Sequence[TextSums], num_texts: int) -> dict[str, float]:
-    """The most by which the maker's law may have moved the sums of texts, by the ones whose probabilities it stated.
+    """Return the most by which the maker's law may have moved the sums of texts.
 
-    The other texts count with the mean, and with five standard errors of it and of their sum.
+    It is estimated from the texts whose probabilities the maker has stated. The other texts count with the mean of
+    these, and with five standard errors of the mean and of their sum.
     """
     found, num, left = dict[str, float](), len(stated), num_texts - len(stated)
     for place, name in enumerate(SCORES):
@@ -201,13 +202,13 @@ def roundings(stated: Sequence[TextSums], num_texts: int) -> dict[str, float]:
 
 
 def moves(sums: Collection[Sum]) -> dict[str, float]:
-    """Standard errors by which each fault that these rounds can have moves the sum that it moves most."""
+    """Return, for each fault that these rounds can have, by how many standard errors it moves its clearest sum."""
     errors = [[abs(shift) / math.sqrt(max(text.variance, _LEAST_VARIANCE)) for shift in text.shifts] for text in sums]
     moved = {fault: max(of_fault) for fault, of_fault in zip(FAULTS, zip(*errors, strict=True), strict=False)}
     return {fault: most for fault, most in moved.items() if most > _LEAST_SHIFT}
 
 
 def powers(sums: Collection[Sum], *, least_p: float) -> dict[str, float]:
-    """The probability that each fault that these rounds can have is found by the best of the sums."""
+    """Return, for each fault that these rounds can have, the probability that the best of the sums finds it."""
     places = {fault: place for place, fault in enumerate(FAULTS)}
     return {fault: max(text.power(places[fault], least_p=least_p) for text in sums) for fault in moves(sums)}

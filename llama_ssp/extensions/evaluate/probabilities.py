@@ -1,6 +1,6 @@
-"""The target's probabilities of finished texts: how probable each new token was, as the run samples.
+"""The target's probabilities of finished texts: how probable each new token was with the run's sampling.
 
-For texts with roles the draft's probabilities are found too, and `law` adds up the differences between the text
+For texts with roles the draft's probabilities are computed too, and `law` adds up the differences between the text
 and the target's distribution.
 
 The ranks of a target compute together; with replicas, each scores its share of the texts. Every prompt is read once
@@ -50,8 +50,8 @@ class SampledText:
 
     Attributes:
         roles: how each new token came about, for the sums of `TextScore`; empty for a text without them.
-        stated: log-probabilities of tokens at each place, as the text's maker says, without processors; empty, or of a
-            text with roles.
+        stated: log-probabilities of tokens at each position, as the text's maker states them, without processors; only
+            for a text with roles, and may be empty.
     """
 
     prompt_ids: tuple[int, ...]
@@ -61,9 +61,9 @@ class SampledText:
 
 
 class TextScore(NamedTuple):
-    """The log-probability of every new token under the target, and of a text with roles its sums.
+    """The log-probability of every new token under the target, and for a text with roles its sums.
 
-    `expected` is the sum of what the log-probabilities are on average, of a text with roles.
+    For a text with roles, `expected` is the expectation of the sum of the log-probabilities.
     """
 
     log_probs: list[float]
@@ -75,13 +75,13 @@ class Scorer:
     """Scores texts of one prompt after the other, `batch_size` rows at a time.
 
     Args:
-        target: all ranks of the model must make the same calls.
+        target: the target; all its ranks must make the same calls.
         longest: the most tokens of a prompt and its text.
         num_positions: T, positions of a forward.
-        drafter: makes the draft's probabilities for texts with roles; all its ranks must make the same calls. Without
-            one, the target's stand for them.
-        reports: this rank has the probabilities of both models; others only take part, and their scores are empty.
-        taps: of the target, if the drafter is a head.
+        drafter: computes the draft's probabilities for texts with roles; all its ranks must make the same calls.
+            Without a drafter, the target's probabilities are used in their place.
+        reports: whether this rank has both models' probabilities; other ranks take part and get empty scores.
+        taps: the target's taps, if the drafter is a head.
         rounds: how the texts with roles were decoded.
 
     Attributes:
@@ -181,9 +181,9 @@ class Scorer:
     ) -> Iterator[tuple[Tensor, Tensor | None, Tensor | None]]:
         """The log-probabilities (B, V) after the prompt, whose cache is filled, and after each new token but the last.
 
-        Penalties see one position at a time, and not the drafted tokens, which decoding penalizes too. With `begins_BS`
-        (see `_round_starts`) it also yields log-probabilities whose penalties ignore the round's earlier tokens, and
-        with `stated` what the texts' maker states, with the processors.
+        Penalties are computed for one position at a time, without the drafted tokens, which decoding penalizes too.
+        With `begins_BS` (see `_round_starts`) this also yields log-probabilities whose penalties ignore the round's
+        earlier tokens, and with `stated` those that the texts' maker states, after the processors.
         """
         num_slots = tokens_BS.shape[1]
         bucket = self._buckets.covering(num_slots)
@@ -220,7 +220,7 @@ class Scorer:
 
 
 def _as_stated(logits_B1V: Tensor, tops: Sequence[Mapping[int, float]]) -> Tensor:
-    """The log-probabilities (B, 1, V) of logits: `tops` gives some of them, and the others share what is left."""
+    """Return log-probabilities (B, 1, V): `tops` gives some of them, and the others share the rest as logits say."""
     log_probs_B1V = logits_B1V.log_softmax(-1)
     for log_probs_V, top in zip(log_probs_B1V[:, 0], tops, strict=True):
         if top:
@@ -232,14 +232,14 @@ def _as_stated(logits_B1V: Tensor, tops: Sequence[Mapping[int, float]]) -> Tenso
 
 
 def _round_starts(roles_BT: Tensor, *, first: int) -> Tensor:
-    """The place of the first token of each new token's round; the first new token stands at `first`."""
+    """Return the index of the first token of each new token's round; the first new token has index `first`."""
     places_BT = torch.arange(first, first + roles_BT.shape[1], device=roles_BT.device).expand_as(roles_BT)
     goes_on_BT = pad(roles_BT[:, :-1] == Role.accepted, (1, 0))
     return places_BT.masked_fill(goes_on_BT, 0).cummax(1).values
 
 
 def _rows(tokens_BS: Tensor, length: int, *, num_given: int) -> Rows:
-    """Rows of equally long texts after equally long prompts; their keys are not used."""
+    """Make rows of equally long texts after equally long prompts; their keys are not used."""
     lengths_B = torch.full_like(tokens_BS[:, 0], length)
     return Rows(tokens_BS, lengths_B, torch.zeros_like(lengths_B), torch.full_like(lengths_B, num_given))
 
@@ -255,9 +255,9 @@ def score(
 ) -> list[TextScore]:
     """Return the scores of every text, the same on every rank; none for no texts.
 
-    Texts with roles have sums; without a draft, the sums that need none. `sampling` is by default the run's. Every rank
-    gives the same texts. `expected` takes how often each token was expected in the texts, as far as it says anything.
-    Shows its progress. Raises InterruptedRun on every rank if stopped.
+    Texts with roles get sums; without a draft, only those that need none. `sampling` is by default the run's. Every
+    rank must give the same texts. `expected` is filled with how often each token was expected in the texts, where that
+    is informative. Shows its progress. Raises InterruptedRun on every rank if stopped.
     """
     mesh, config = session.models.mesh, session.config
     config = replace(config, sampling=sampling or config.sampling)
@@ -311,7 +311,7 @@ def score(
 
 
 def _drafter(session: Session, config: RunConfig, taps: Taps | None) -> Drafter:
-    """The run's first drafter, with its probabilities, which all ranks of a replica ask together."""
+    """Make the run's first drafter, with probabilities; all ranks of a replica must call it together."""
     models, config = session.models, replace(config, verification=VerificationConfig(rule=DEFAULT))
     config = replace(config, speculation=replace(config.speculation, overlap=False, tree=None))
     config = replace(config, draft=drafter_of(config.draft).alone(config.draft))  # a score depends on no other text

@@ -45,11 +45,11 @@ class Evidence:
     """All pairs of a run, in order of prompts and samples.
 
     Attributes:
-        log_probs: of the scored texts, a natural logarithm per new token, under the target.
-        sums: of the speculative texts, if the suite needs them.
+        log_probs: for each scored text, the natural log-probability of every new token under the target.
+        sums: sums of the speculative texts, if the suite needs them.
         apart: total variation between the run's processors and transformers' warpers, if the suite needs sums.
         out_of_reach: faults that no text of the run can show.
-        is_reproducible: bits of logits did not depend on the draft.
+        is_reproducible: whether the bits of logits did not depend on the draft.
     """
 
     config: RunConfig
@@ -87,7 +87,7 @@ register_suite = SUITES.register
 
 
 def task_and_suite(config: RunConfig) -> tuple[EvaluateConfig, Suite]:
-    """The task's settings and the record of its suite; an unknown one raises ConfigError."""
+    """Return the task's settings and the record of its suite; raises ConfigError for an unknown suite."""
     task = cast("EvaluateConfig", config.task)
     return task, SUITES.of(task.suite)
 

@@ -78,7 +78,7 @@ class PairedGroup(NamedTuple):
 
     Attributes:
         columns: symbols of the first and of the second member of each pair; one list of pairs for each position.
-        differences: a number of the second member minus the first's.
+        differences: for each pair, a number of the second member minus that of the first.
     """
 
     columns: Sequence[Sequence[tuple[Hashable, Hashable]]]
@@ -128,9 +128,9 @@ def mean_statistic(groups: Sequence[PairedGroup], signs: "Sequence[Array]") -> "
 
 
 def _symbols(column: Sequence[tuple[Hashable, Hashable]], *, least: int = 1) -> "tuple[Array, Array]":
-    """For each pair and symbol, how many more draws of it the first sample has; and all draws of each symbol.
+    """Return, for each pair and symbol, how many more draws of it the first sample has; and all draws of each symbol.
 
-    Rare symbols are merged into the last one, which depends on both samples together and so on no swap.
+    Rare symbols are merged into the last one. Which symbols are rare depends on both samples together, so not on swaps.
     """
     import numpy as np
 

@@ -68,7 +68,7 @@ def evaluate(session: Session, requests: list[PromptRequest]) -> None:
 
 
 def _hidden(session: Session) -> Iterator[str]:
-    """The faults that samples of a run cannot show."""
+    """Yield the faults that samples of this run cannot show."""
     config, layout = session.config, session.models.mesh.layout
     if config.sampling.penalizes:
         yield "wrong penalties, biases and bans, which scoring applies too"

@@ -1,4 +1,4 @@
-"""Holds the processors of a run against the warpers of transformers: scoring uses the same processors as decoding."""
+"""Compares a run's processors with transformers' warpers, since scoring uses the same processors as decoding."""
 
 from typing import cast
 
@@ -15,7 +15,7 @@ _SIZE, _SPREAD, _SEED = (64, 4096), 3.0, 0
 
 
 def variation_from_warpers(sampling: SamplingConfig, device: torch.device) -> float:
-    """The largest total variation between a run's probabilities and transformers', of some random logits.
+    """Return the largest total variation between a run's probabilities and transformers', over some random logits.
 
     Penalties, biases, bans and filters that transformers lacks are left out. Filters are compared in fp64, where no
     token is near a border by rounding.

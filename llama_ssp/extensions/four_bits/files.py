@@ -1,4 +1,4 @@
-"""Weights of 4 bits each, as files have them; layouts are drawn in `weights.packed`."""
+"""Weights of 4 bits each, as files store them; `weights.packed` shows the layouts."""
 
 from collections.abc import Mapping
 
@@ -32,14 +32,14 @@ class Int4Tensor(BlockTensor):
         return byte_rows.pack_int4(self._codes(outputs, inputs), scales_OG, zeros_OG)
 
     def _steps(self, outputs: range, groups: range) -> tuple[Tensor, Tensor]:
-        """The scales and the zeros (O, G) of some groups of the file."""
+        """Return the scales and the zeros (O, G) of some groups, as the file has them."""
         scales_OG = self._matrix(self.layout.scale, outputs, groups).float()
         if self.layout.zero not in self.parts:
             return scales_OG, torch.full_like(scales_OG, 8)  # symmetric weights
         return scales_OG, self._along_outputs(self.layout.zero, outputs, groups) + self.layout.least_zero
 
     def _sorted(self, outputs: range, inputs: range) -> Tensor:
-        """Rows whose inputs are sorted by their groups; of a part of the inputs in groups of 32, with gaps."""
+        """Return rows whose inputs are sorted by their groups; a part of the inputs is in groups of 32, with gaps."""
         stored, size, group = self.parts[self.layout.order], self.layout.block[1], self.layout.group
         assert size, "one group cannot be scattered"
         groups_I, groups = stored.mapped(inputs).long(), range(self.shape[1] // size)
@@ -72,7 +72,7 @@ class Int4Tensor(BlockTensor):
         return byte_rows.codes_of_words(self._matrix(self.layout.weight, outputs, self._words(inputs)))
 
     def _along_outputs(self, leaf: str, outputs: range, columns: range) -> Tensor:
-        """Codes (O, C) of a matrix whose words join the codes of eight outputs."""
+        """Return codes (O, C) of a matrix whose words each hold the codes of eight outputs."""
         words = self._words(outputs)
         codes_CO = byte_rows.codes_of_words(self._matrix(leaf, words, columns).t())
         if self.layout.joins_outputs:
@@ -82,7 +82,7 @@ class Int4Tensor(BlockTensor):
 
 
 class Fp4Tensor(PackedTensor):
-    """A weight (O, I), or the weights of all experts (X, I, O)."""
+    """A stored weight (O, I) in E2M1, or the weights of all experts (X, I, O)."""
 
     @staticmethod
     def _facts(parts: Mapping[str, StoredTensor], layout: PackedLayout) -> Facts | None:

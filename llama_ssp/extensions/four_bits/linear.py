@@ -18,7 +18,7 @@ _STEPS = 15
 
 
 class _Int4WeightOnly(WeightOnlyLinear):
-    """Its operands are the bytes of codes (O, I / 2) and the words (G, O): the kernel reads neighbours' words."""
+    """A layer whose operands are the bytes of codes (O, I / 2) and words (G, O), adjacent for neighbouring outputs."""
 
     def _unpack(self, outputs: slice, into_CI: Tensor) -> None:
         codes_OI, words_GO, *scales = self._operands
@@ -53,7 +53,7 @@ class _Reordered(Linear):
 
 
 class _Beside(Linear):
-    """Layers with one input, whose outputs follow each other."""
+    """Layers that read the same input, and whose outputs are concatenated."""
 
     def __init__(self, linears: list[Linear]) -> None:
         self._linears = linears
@@ -64,10 +64,10 @@ class _Beside(Linear):
 
 
 def int4_weight_only_linear(weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
-    """A layer in the format `int4_weight_only`.
+    """Make a layer in the format `int4_weight_only`.
 
-    Checkpoints that hold such weights are read as they are, as the rows of bytes of `byte_rows`. Numbers are rounded to
-    the nearest of 16 equal steps between the smallest and the largest weight of a group of inputs, or zero.
+    Weights that a checkpoint stores so are kept as they are, as the rows of bytes of `byte_rows`. Numbers are rounded
+    to the nearest of 16 equal steps between the smallest and the largest weight of a group of inputs, or zero.
     """
     order_OI = None
     if weight_OI.dtype is torch.uint8:
@@ -90,7 +90,7 @@ def int4_weight_only_linear(weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
 
 
 def _int4_linear(codes_OI: Tensor, words_OG: Tensor, bias_O: Tensor | None) -> Linear:
-    """A layer of the bytes of codes (O, I / 2) and words (O, G)."""
+    """Make a layer from the bytes of codes (O, I / 2) and words (O, G)."""
     num_inputs, num_groups = 2 * codes_OI.shape[1], words_OG.shape[1]
     if compiled := compiled_for("int4_weight_only", torch.Size((len(codes_OI), num_inputs)), codes_OI.device):
         codes_OGI = torch.cat(byte_rows.unpack_codes(codes_OI.unflatten(1, (num_groups, -1))), dim=2)
@@ -112,7 +112,7 @@ def _rounded(weight_CI: Tensor, *, group: int) -> tuple[Tensor, Tensor]:
 
 
 class _Fp4WeightOnly(_Int4WeightOnly):
-    """Its operands are the bytes of codes (O, I / 2), the scales (S, O) of their groups, and of the outputs (O,)."""
+    """A layer whose operands are bytes of codes (O, I / 2), scales (S, O) of groups, and scales (O,) of outputs."""
 
     def _write(self, codes_CI: Tensor, words_CG: Tensor, outputs: slice, into_CI: Tensor) -> None:
         numbers = torch.tensor(FP4_NUMBERS, device=into_CI.device)
@@ -123,7 +123,7 @@ class _Fp4WeightOnly(_Int4WeightOnly):
 
 
 def _fp4_linear(storage: str, weight_OI: Tensor, bias_O: Tensor | None) -> Linear:
-    """A layer of floats of 4 bits, of `byte_rows`."""
+    """Make a layer of floats of 4 bits from `byte_rows`."""
     codes_OI, scales_OS, factors_O = byte_rows.split_fp4(weight_OI)
     shape = torch.Size((len(codes_OI), 2 * codes_OI.shape[1]))
     if compiled := compiled_for(storage, shape, weight_OI.device):

@@ -86,7 +86,7 @@ INT4_WEIGHT_ONLY = StorageFormat(
     change_weight=5,
 )
 _SCALED = {"mxfp4": 32, "nvfp4": 16}
-"""Inputs that share a scale."""
+"""Number of inputs that share a scale, by format."""
 
 
 def _fp4_layout(described: Mapping[str, Any]) -> Found | None:

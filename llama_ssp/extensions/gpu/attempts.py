@@ -49,13 +49,13 @@ def is_current(device: torch.device) -> bool:
 
 
 def check(name: str, found: Tensor, wanted: Tensor, *, tolerance: float = TOLERANCE) -> None:
-    """RuntimeError, with the name of the kernel, if values differ by more than rounding; NaN does."""
+    """Raise RuntimeError, with the name of the kernel, if values differ by more than rounding, or are NaN."""
     if bool((~((found - wanted).abs() <= tolerance * wanted.abs().max())).any()):
         raise RuntimeError(f"the kernel of the {name} is wrong on this device")
 
 
 def reason(error: Exception) -> str:
-    """Say what Triton lacks on this machine; if it lacks nothing, or is itself missing, the beginning of the error."""
+    """Say what Triton lacks on this machine; if it lacks nothing or is not installed, the beginning of the error."""
     packages = missing_packages()
     if packages and not isinstance(error, ImportError):
         command = "dnf" if _is_red_hat() else "apt-get"

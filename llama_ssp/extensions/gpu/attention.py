@@ -15,7 +15,7 @@ from llama_ssp.kernels.parts import Heads, KeptRows, Sequences
 
 
 def find_ours(torch_s: VarlenAttention, heads: Heads, **how: Any) -> VarlenAttention | None:
-    """Our kernel for the queries of rounds, torch's for more; None if ours does not work on this GPU."""
+    """Return our kernel for the queries of rounds, with torch's for more queries; None if ours fails on this GPU."""
     both = partial(_with_ours, torch_s, heads, **how)
     return attempt(both, instead="continuing with torch's attention in rounds too")
 
@@ -29,7 +29,7 @@ def _with_ours(
     has_windows: bool,
     kept: KeptRows,
 ) -> VarlenAttention:
-    """Our kernel for the queries of rounds, torch's for more; RuntimeError if ours is wrong for these heads."""
+    """Return our kernel for queries of rounds, with torch's for more; RuntimeError if ours is wrong for such heads."""
     from llama_ssp.extensions.gpu.kernels import attention
 
     most_queries = attention.MOST_ROWS * heads.num_kv // heads.num

@@ -1,4 +1,4 @@
-"""Tries the kernels between products, each for itself: the reference stands in for one that fails.
+"""Tries the kernels between products, one by one; the reference replaces a kernel that fails.
 
 Shapes: B rows, T positions, M = B * T tokens, E width of what is normalized, U MLP units, X = H + 2 N heads, H query
 heads, N key-value heads, S positions, D head dim, P = D / 2.
@@ -15,7 +15,7 @@ from llama_ssp.kernels.between import OwnKernels, gated, rotate_write
 from llama_ssp.kernels.parts import Heads, KeptRows, RmsNorm
 
 _STEP = 0.08
-"""Share of the largest value: the widest step of a kept number is less."""
+"""Tolerance as a share of the largest value; the widest step between kept numbers is smaller."""
 
 
 def find_between(norm: RmsNorm, heads: Heads, head_norms: Sequence[RmsNorm], kept: KeptRows) -> OwnKernels | None:

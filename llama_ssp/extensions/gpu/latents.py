@@ -11,7 +11,7 @@ from llama_ssp.kernels.parts import KeptRows
 
 _HALVES = (torch.float16, torch.bfloat16)
 _CHECKED_SLOTS = 5000
-"""The slots of a check, which have parts of both sizes."""
+"""Number of slots in a check, enough for parts of both sizes."""
 
 
 @cache

@@ -3,7 +3,7 @@
     products     the kernel of a few rows, for any number of them, in 16, 8 and 4 bits
     attention    parts of one size from the row's first slot on; see `kernels.equal_parts`
 
-Both are held to torch's operators and to the bits of a row alone, on this GPU, before their first use.
+Before their first use, both are compared on this GPU with torch's operators, and with the bits of a row alone.
 
 Shapes: M rows, I inputs, O outputs; Q queries, H query heads, N key-value heads, D head dim, S slots.
 """
@@ -24,7 +24,7 @@ from llama_ssp.models.graph_inputs import find_parts
 from llama_ssp.models.quantization.weight_only import WeightOnlyLinear
 
 _ROWS_AT_ONCE = 4096
-"""Rows of a call: kernels count the places of numbers in 32 bits."""
+"""The most rows of a call: kernels compute offsets in 32 bits."""
 _INSTEAD = "continuing with sums in other orders"
 _CHECKED_SLOTS, _CHECKED_POSITIONS = 600, 9
 
@@ -77,7 +77,7 @@ class OneOrder(EqualBits):
 
 
 def find_equal_bits(like: Tensor) -> OneOrder | None:
-    """The operators of a model with such weights on such a device; None if its sums have no such order there."""
+    """Return the operators of a model whose weights are like `like`; None if sums have no such order on its device."""
     product = None if like.dtype not in HALVES or torch.version.hip else _tried_product(like.dtype, like.device)
     return product and OneOrder(product)
 
@@ -105,7 +105,7 @@ def _tried_product(dtype: torch.dtype, device: torch.device) -> Callable[..., Te
 def _tried_attention(
     heads: Heads, *, device: torch.device, dtype: torch.dtype, has_windows: bool, kept: KeptRows
 ) -> VarlenAttention:
-    """Our kernel; RuntimeError if it is wrong for these heads, or if a query has other bits among others than alone."""
+    """Return our kernel; RuntimeError if it is wrong for these heads, or a query's bits depend on other queries."""
     from llama_ssp.extensions.gpu.kernels import equal_parts
 
     ours: VarlenAttention = partial(equal_parts.attend, kept=kept)

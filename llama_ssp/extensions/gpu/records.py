@@ -1,4 +1,4 @@
-"""The records of GPUs: operators that take the place of torch's there."""
+"""The records of GPUs: operators that replace torch's on them."""
 
 from llama_ssp.extensions.gpu.equal_bits import ABILITY
 from llama_ssp.registry.operators import DeviceOperator

@@ -1,6 +1,6 @@
-"""Chooses what sums small tensors over the GPUs of a node: our kernel, after a check, or NCCL.
+"""Chooses whether our kernel, after a check, or NCCL sums small tensors over the GPUs of a node.
 
-All ranks of a group take the kernel, or none. It needs GPUs of one node that map each other's memory by CUDA's
+Either all ranks of a group use the kernel, or none. It needs GPUs of one node that map each other's memory by CUDA's
 inter-process handles, and Triton; AMD's GPUs keep their library's sums.
 
 Shapes: M rows, E width, R ranks.
@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 class CudaMemory:
     """Memory of the current GPU that other processes map, by CUDA's own runtime.
 
-    Torch's would map another GPU's memory as a device's of this process. RuntimeError if something does not work.
+    Torch would map another GPU's memory as that of a device of this process. Raises RuntimeError if a call fails.
     """
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class CudaMemory:
             raise RuntimeError(f"{name} failed with code {code}")
 
     def make(self, num_bytes: int) -> tuple[int, bytes]:
-        """Zeroed memory: its address and a handle for other processes."""
+        """Allocate zeroed memory; returns its address and a handle for other processes."""
         address, handle = ctypes.c_void_p(), (ctypes.c_char * _HANDLE_BYTES)()
         self._call("cudaMalloc", ctypes.byref(address), ctypes.c_size_t(num_bytes))
         self._call("cudaMemset", address, 0, ctypes.c_size_t(num_bytes))
@@ -59,7 +59,7 @@ class CudaMemory:
         return address.value or 0, bytes(handle)
 
     def open(self, handle: bytes) -> int:
-        """The address of another process's memory here."""
+        """Map another process's memory; returns its address in this process."""
         address, given = ctypes.c_void_p(), _Handle.from_buffer_copy(handle)
         self._call("cudaIpcOpenMemHandle", ctypes.byref(address), given, ctypes.c_uint(_MAPS_PEERS))
         return address.value or 0
@@ -156,7 +156,7 @@ def check_sums(
     shapes: Sequence[tuple[int, int]] = ((1, 4096), (5, 1000), (3, 7)),
     dtypes: Sequence[torch.dtype] = (torch.float32, torch.float16, torch.bfloat16),
 ) -> None:
-    """RuntimeError unless sums of all shapes and formats, alone and with norm, have a known order's bits."""
+    """Raise RuntimeError unless sums of all shapes and formats, with and without norm, have the bits of rank order."""
     from llama_ssp.extensions.gpu.kernels.between import add_norm
 
     generator = torch.Generator().manual_seed(0)  # the same parts on all ranks

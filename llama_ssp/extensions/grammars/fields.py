@@ -13,7 +13,7 @@ _NAMES = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar"
 
 
 def _asked(request: Request, kind: str, value: object, field: str) -> Request:
-    """The request with one kind of structure; raises ConfigError for a value of another type."""
+    """Return the request with one kind of structure; raises ConfigError for a value of another type."""
     if kind == "json_schema" and not isinstance(value, str):
         value = json.dumps(value)
     is_texts = isinstance(value, list) and value and all(isinstance(text, str) for text in value)
@@ -38,7 +38,7 @@ _FORMATS = {
 
 
 def response_format(value: dict[str, Any], request: Request) -> Request:
-    """OpenAI's: a text, a JSON object, with llama.cpp's `schema` one of a schema, or a document of a schema."""
+    """Read OpenAI's `response_format`: text, a JSON object, which llama.cpp's `schema` may restrict, or a schema."""
     kind = str(value.get("type"))
     holder = value.get("json_schema") if kind == "json_schema" else value
     asked = holder.get("schema") if isinstance(holder, dict) else None
@@ -54,7 +54,7 @@ def response_format(value: dict[str, Any], request: Request) -> Request:
 
 
 def structured_outputs(value: dict[str, Any], request: Request) -> Request:
-    """VLLM's: one of json, regex, choice, grammar and json_object."""
+    """Read `structured_outputs` of vLLM, which has one of json, regex, choice, grammar and json_object."""
     given = {name: one for name, one in value.items() if one not in (None, False)}
     if len(given) != 1 or not given.keys() <= {*_NAMES, "json_object"}:
         raise ConfigError(f"structured_outputs must have one of {', '.join([*_NAMES, 'json_object'])}")
@@ -65,20 +65,20 @@ def structured_outputs(value: dict[str, Any], request: Request) -> Request:
 
 
 def guided_json(value: object, request: Request) -> Request:
-    """A schema."""
+    """Read a JSON schema."""
     return _asked(request, "json_schema", value, "guided_json")
 
 
 def guided_regex(value: object, request: Request) -> Request:
-    """A regular expression."""
+    """Read a regular expression."""
     return _asked(request, "regex", value, "guided_regex")
 
 
 def guided_choice(value: object, request: Request) -> Request:
-    """Some texts."""
+    """Read the texts to choose from."""
     return _asked(request, "choice", value, "guided_choice")
 
 
 def guided_grammar(value: object, request: Request) -> Request:
-    """A grammar."""
+    """Read a grammar."""
     return _asked(request, "grammar", value, "guided_grammar")

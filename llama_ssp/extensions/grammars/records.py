@@ -29,10 +29,10 @@ from llama_ssp.text.messages import installing, key_of, listed, said
 MOST_BYTES = 1 << 18
 """The most bytes of a grammar: larger ones take seconds to read."""
 MOST_SPACES = 16
-"""Spaces and line breaks between two parts of a document: a small model could write them for ever."""
+"""The most spaces and line breaks between two parts of a document: a small model could write them for ever."""
 KINDS = ("json_schema", "regex", "choice", "grammar")
 _EVERY_TOKEN = '%llguidance {"no_forcing": true}\n'
-"""Allows each token whose bytes fit, and not only the ones that a tokenizer would choose for them."""
+"""Makes a grammar allow each token whose bytes fit, not only those that a tokenizer would choose for the text."""
 _OPTIONS, _FEW_SPACES = "x-guidance", {"whitespace_pattern": f"[ \\n\\r\\t]{{0,{MOST_SPACES}}}"}
 _PLACE = re.compile(r"^(at )?\d+\(\d+\): ")
 _SCHEMA_LINE = re.compile(r"(?m)^(\w+: %json )(\{.*\})$")
@@ -52,18 +52,18 @@ class GrammarSampling(SamplingConfig):
 
 
 def given_of(sampling: object) -> dict[str, Any]:
-    """The structures that are asked for, by kind; none in sampling without these settings."""
+    """Return the structures that the user asks for, by kind; none if the sampling lacks these settings."""
     return {kind: value for kind in KINDS if (value := getattr(sampling, kind, None)) not in (None, [])}
 
 
 def has_grammar(sampling: object) -> bool:
-    """Whether any kind is asked for."""
+    """Whether the user asks for a structure of any kind."""
     values = [*map(getattr, repeat(sampling), KINDS, repeat(None))]
     return values.count(None) + values.count([]) < len(KINDS)
 
 
 def grammar_of(sampling: object) -> str:
-    """The grammar of a text; raises ConfigError for one that cannot be read or is too large."""
+    """Return the grammar of a text; raises ConfigError for one that cannot be read or is too large."""
     (kind, given), *others = given_of(sampling).items()
     if others:
         both = listed([key_of(f"sampling.{name}") for name in given_of(sampling)], "and")
@@ -91,7 +91,7 @@ def _written_line(found: re.Match[str]) -> str:
 
 
 def refusal_of(sampling: object) -> str | None:
-    """Why what is asked for is no grammar, in a sentence; None if it is one."""
+    """Return a sentence that says why the requested structure is no grammar; None if it is one."""
     try:
         reason = _refused(grammar_of(sampling))
     except ConfigError as error:
@@ -105,7 +105,7 @@ def _key(kind: str) -> str:
 
 
 def names_file(kind: str, given: object) -> bool:
-    """Whether what is asked for is the name of a file."""
+    """Whether a requested structure is the name of a file."""
     ending = {"json_schema": ".json", "grammar": ".lark"}.get(kind)
     return isinstance(given, str) and ending is not None and given.endswith(ending) and "\n" not in given
 

@@ -1,9 +1,9 @@
-"""JSON schemas in the keywords that llguidance knows: others are written with these where that means the same.
+"""Rewrites JSON schemas in the keywords that llguidance knows, where that means the same.
 
 Unknown formats are left out, as the specification says. A `oneOf` of branches that exclude each other is an `anyOf`;
 `dependentRequired`, `dependentSchemas` and `dependencies` are choices between a schema without the property and one
-with it; `propertyNames` become properties or patterns; unique items of few values are the lists of them. What cannot be
-written so is left as it is, for the library to refuse by name.
+with it; `propertyNames` become properties or patterns; an array of unique items of few values becomes a choice among
+all such arrays. Keywords that cannot be rewritten are left as they are, for the library to refuse by name.
 """
 
 from collections.abc import Mapping
@@ -15,11 +15,14 @@ _OF_NAMES = ("$defs", "definitions", "properties", "patternProperties", "depende
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 _SINGLE = ("additionalItems", "additionalProperties", "items", "propertyNames")
 _MOST_UNIQUE, _MOST_BRANCHES, _MOST_DEPENDENT, _MOST_DEEP = 4, 64, 6, 64
-"""Sizes from which on a keyword is left to the library: what it means would take long to write, or to read."""
+"""Sizes above which a keyword is left to the library: its equivalent would take long to write or to read."""
 
 
 def written(schema: Any) -> Any:  # noqa: ANN401 - JSON
-    """A schema that allows the same, in fewer keywords; one that is none as it is, for the library to say why."""
+    """Return a schema that allows the same values with fewer keywords.
+
+    Returns a value that is no schema as it is, for the library to say what is wrong.
+    """
     try:
         return _written(schema, schema)
     except (TypeError, AttributeError, KeyError, ValueError, RecursionError):
@@ -57,7 +60,7 @@ def _also(schema: dict[str, Any], other: Mapping[str, Any]) -> None:
 
 
 def _resolved(schema: Any, root: Any) -> Mapping[str, Any]:  # noqa: ANN401
-    """The keywords of a schema that references of this document name; those of any schema where they cannot be read."""
+    """Return the keywords of a schema after following references in this document; none if one cannot be followed."""
     for _ in range(_MOST_DEEP):
         reference = schema.get("$ref") if isinstance(schema, dict) else None
         if not isinstance(reference, str):
@@ -70,7 +73,7 @@ def _resolved(schema: Any, root: Any) -> Mapping[str, Any]:  # noqa: ANN401
 
 
 def _values(schema: Mapping[str, Any]) -> list[Any] | None:
-    """The only values that a schema allows, if it names them."""
+    """Return the only values that a schema allows, if it names them; else None."""
     values = [schema["const"]] if "const" in schema else schema.get("enum")
     if values is None and schema.get("type") == "boolean":
         values = [False, True]
@@ -83,7 +86,7 @@ def _types(schema: Mapping[str, Any]) -> set[str]:
 
 
 def _exclude(one: Any, other: Any, root: Any, *, is_property: bool = False) -> bool:  # noqa: ANN401
-    """Whether no value fits both schemas, as far as types, constants and required properties say."""
+    """Whether types, constants and required properties show that no value fits both schemas."""
     if one is False or other is False:
         return True
     one, other = _resolved(one, root), _resolved(other, root)
@@ -103,7 +106,7 @@ def _exclude(one: Any, other: Any, root: Any, *, is_property: bool = False) -> b
 
 
 def _equal(one: object, other: object) -> bool:
-    """Whether two values of JSON are equal, among which true is no number."""
+    """Whether two values of JSON are equal; true is no number."""
     return one == other and isinstance(one, bool) == isinstance(other, bool)
 
 

@@ -21,16 +21,16 @@ from llama_ssp.text.token_bytes import reader_of
 from llama_ssp.types import LibraryPart
 
 MOST_ITEMS = 20_000
-"""The most parts of a grammar that may follow a place: a mask with more of them would take 0.1 s."""
+"""The most parts of a grammar that may follow a position: a mask with more of them would take 0.1 s."""
 _BYTES_PER_TOKEN, _LEAST_FORCED, _LARGE = 16, 2, 1 << 15
 _BEGINS_NONE = "no token of this vocabulary begins such a text"
 _NUM_TRIED, _TRIED_LENGTH, _STRIDE = 4, 24, 7919
 
 
 def prepare(sampling: SamplingConfig, vocabulary: Vocabulary) -> Callable[[], "GrammarText"]:
-    """Read a grammar, and return what begins a text of it.
+    """Read a grammar, and return a function that begins a text of it.
 
-    Raises ConfigError for a grammar that cannot be, or exceeds the library's limits where its texts begin.
+    Raises ConfigError for a grammar without texts, or one that exceeds the library's limits where its texts begin.
     """
     if problem := refusal_of(sampling):
         raise ConfigError(problem)
@@ -60,7 +60,7 @@ class GrammarText:
         self._restore()
 
     def extend(self, token: int) -> None:
-        """See `Constraint`; a token that was drafted has been taken in."""
+        """See `Constraint`; the matcher may have taken a drafted token already."""
         self._text.append(token)
         if self._here[:1] == [token]:
             del self._here[0]
@@ -81,9 +81,9 @@ class GrammarText:
         return bool(self._matcher.is_stopped())
 
     def forced(self, number: int) -> Sequence[int]:
-        """The tokens of the bytes that must follow, as the tokenizer writes them, but for the last one.
+        """Return the tokens of the bytes that must follow, as the tokenizer encodes them, without the last token.
 
-        What follows may change the last token; bytes that the tokenizer does not write as they are force none.
+        Later bytes may change the last token. Bytes that the tokenizer would not encode as they are force no token.
         """
         self._go_to(())
         known = self._matcher.compute_ff_bytes()[: number * _BYTES_PER_TOKEN] if self._may_force else b""
@@ -144,7 +144,7 @@ class GrammarText:
         return len(self._here) == len(ids)
 
     def _write(self, mask_X: Tensor) -> None:
-        """Write what may follow the matcher's tokens; nothing if they exceed its limits."""
+        """Write the mask of tokens that may follow the matcher's tokens; it allows none if these exceed the limits."""
         self._matcher.unsafe_compute_mask_ptr(mask_X.data_ptr(), mask_X.numel() * mask_X.element_size())
         if self._matcher.is_error():
             mask_X.zero_()
@@ -180,7 +180,7 @@ def _matcher(grammar: str, vocabulary: Vocabulary, *, may_force: bool) -> tuple[
 
 
 def _try(first: LibraryPart, vocabulary: Vocabulary, *, may_force: bool) -> str:
-    """Write the beginnings of some texts; returns why one could not go on, or none begin."""
+    """Try the beginnings of some texts; returns the reason if one could not go on, or if no text can begin."""
     allowed_X = torch.zeros(-(-vocabulary.size // WORD), dtype=torch.int32)
     ids_V, places_32 = torch.arange(len(allowed_X) * WORD), torch.arange(WORD)
     for number in range(_NUM_TRIED):
@@ -202,7 +202,7 @@ def _try(first: LibraryPart, vocabulary: Vocabulary, *, may_force: bool) -> str:
 
 
 _many, _few = lru_cache(maxsize=64)(_matcher), lru_cache(maxsize=4)(_matcher)
-"""Of grammars up to a size and of larger ones, whose matchers may have tens of megabytes each."""
+"""Cached `_matcher` for grammars up to a size, and for larger ones, whose matchers may take tens of megabytes each."""
 
 
 @lru_cache(maxsize=2)

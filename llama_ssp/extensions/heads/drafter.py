@@ -1,4 +1,4 @@
-"""A draft head as the drafter: it reads hidden states of the target, and its own output in place of later ones.
+"""A draft head as the drafter: it reads hidden states of the target, and its own output where these do not exist yet.
 
     a round, K = 3, all pairs in slots of the head's cache      L-2-K ....... L-2   L-1    L
       the first step reads the pairs that may be new, of taps        g ....... g
@@ -6,7 +6,7 @@
       their tokens                                                  t ....... t     d1    d2
 
 The pair of slot i joins the hidden state of token i with token i + 1. After a round at most K + 1 pairs are new; the
-first step reads as many whatever was accepted, so that shapes stay the same, and rewrites what drafted pairs have left.
+first step always reads K + 1 pairs, so that shapes stay the same, and overwrites the slots of drafted pairs.
 
 Shapes: B sequences, S slots, K drafted tokens, T pairs of a chunk, V vocabulary.
 """
@@ -31,14 +31,14 @@ if TYPE_CHECKING:
 
 
 class _Rows(Workspace):
-    """The rows of a head among the target's."""
+    """A mapping of a head's rows to the target's rows."""
 
     def __init__(self, own: range, device: torch.device) -> None:
         self.rows_B = torch.arange(own.start, own.stop, device=device)
 
 
 class _PairReader:
-    """A head as a `Runner` that `read_prompts` reads pairs by: token i of a prompt is the token of pair i."""
+    """A head as a `Runner`, by which `read_prompts` reads pairs: token i of a prompt is the token of pair i."""
 
     is_recurrent = packs_prompts = False
 
@@ -87,7 +87,7 @@ class HeadDrafter(StepwiseDrafter):
             self._rows, self._own_rows = _Rows(own_rows, self._head.device), own_rows
 
     def prefill(self, prompts: Prompts, *, rows: Sequence[int], buckets: Buckets) -> None:
-        """Read the pairs of the prompts that no row holds, but for the last pair, whose token is not drawn yet."""
+        """Read the pairs of prompts that no row holds, except the last pair, whose token is not drawn yet."""
         places = [place for place, length in enumerate(prompts.lengths) if length > 1]
         if not places:
             return
@@ -113,7 +113,7 @@ class HeadDrafter(StepwiseDrafter):
         read_prompts(reader, pairs, rows=of_some, buckets=buckets)
 
     def _reading_pairs(self, _prompts: Prompts, _rows: Sequence[int]) -> Callable[..., Tensor]:
-        """The function that reads pairs of some of these prompts, and returns the logits of the scored ones."""
+        """Return a function that reads pairs of some of these prompts, and returns the logits of the scored ones."""
 
         def read(ids_RT: Tensor, positions_RT: Tensor, *, cache_rows_B: Tensor, **where: Any) -> Tensor:
             hidden_RTE = self._hidden_of_rows(positions_RT, cache_rows_B)
@@ -123,9 +123,9 @@ class HeadDrafter(StepwiseDrafter):
         return read
 
     def _held(self, held: Held, num_tokens: int) -> Held:
-        """The pairs of a beginning of a prompt: the last token of a beginning may have another one after it.
+        """Return the pairs that a prompt shares with a held beginning, which may continue with another token.
 
-        Module k reads the tokens k further.
+        Module k reads tokens that are k positions later.
         """
         num_pairs = max(held.num_tokens - self._num_modules, 0)
         if not self._head.is_invariant and held.num_tokens < num_tokens:
@@ -156,9 +156,10 @@ class HeadDrafter(StepwiseDrafter):
         )
 
     def _missed(self, rows: Rows, *, num_unread: int) -> Iterator[tuple[Tensor, dict[str, bool]]]:
-        """The positions of pairs that are new since rounds that did not draft, by chunks, and how the head reads them.
+        """Yield, by chunks, positions of pairs that are new since rounds without drafts, and how the head reads them.
 
-        A shorter row reads its first one several times. A head with a window that has missed more begins anew.
+        A row with fewer such pairs reads its first one several times. A head with a window that has missed more pairs
+        than the window has begins anew.
         """
         lengths_B1, num_missed = rows.lengths_B[:, None], num_unread - 2
         if num_missed > getattr(self._head, "window", num_missed):
@@ -177,7 +178,7 @@ class HeadDrafter(StepwiseDrafter):
             self._extend(rows, positions_BT, first_B1, bucket=bucket, **how)
 
     def _reading(self, rows: Rows, *, bucket: int, num_unread: int) -> ReadLevel:
-        """A node's pair has its parent's output, as far after the newest pair as the node is after the root."""
+        """Return the reader of levels: a node's pair has its parent's output, its depth after the newest pair."""
         lengths_B1 = rows.lengths_B[:, None]
         hidden_BME: Tensor | None = None
 

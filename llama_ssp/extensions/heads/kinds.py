@@ -1,7 +1,7 @@
 """Finds the kind of draft head that a config.json describes, by `architectures`; refuses unknown kinds by name.
 
-A name of a class or a type of `speculators` that ends in another version than the ones here is no older kind, nor is a
-field that no kind here has. Imports no torch.
+A class or a type of `speculators` whose name ends in a version that is unknown here is not taken for an older kind, nor
+is a file with a field that no kind here has. Imports no torch.
 """
 
 import json
@@ -30,7 +30,7 @@ _OF_SPARK = {
     "confidence_head_alpha",
 }
 _OWN_FIELDS = {DFLASH2: _OF_SELECTOR, DSPARK: _OF_SPARK}
-"""Fields of one kind alone, by kind."""
+"""Fields that only one kind has, by kind."""
 _OWN_WORDS = ("selector_", "conv_", "candidate_", "markov_", "enable_confidence_", "confidence_")
 """Beginnings of the names of such fields, also in files of kinds to come."""
 _OF_BLOCKS = {
@@ -50,7 +50,7 @@ _OTHER_HEADS = {
     r"eagle(model)?|.*forcausallmeagle": "a head of EAGLE-1 or 2",
     r"\w+_assistant|\w+assistantforcausallm": "an assistant, which reads the keys and values of its target's cache",
 }
-"""Heads that are not read, by what their files call them."""
+"""Names of heads that are not supported, by patterns of what their files call them."""
 _EAGLE = {"fc.weight", "layers.0.mlp.up_proj.weight"}
 """Tensors of a head of EAGLE-1 or 2, whose config.json is mostly that of a Llama of one layer."""
 _MAX_HEADER_BYTES = 2**20
@@ -74,7 +74,7 @@ def refuse_other_heads(content: Mapping[str, Any], file: Path) -> None:
 
 
 def _names_in(folder: Path) -> set[str]:
-    """The names of tensors, and other texts, in a folder's file of weights, of which none runs; none if unreadable."""
+    """Return names of tensors and other texts in a folder's file of weights, without running it; none if unreadable."""
     try:
         if (pickled := folder / "pytorch_model.bin").is_file():
             with ZipFile(pickled) as stored:
@@ -116,12 +116,12 @@ def kind_of(content: Mapping[str, Any], file: Path) -> str | None:
 
 
 def _unknown(fields: Mapping[str, Any], known: Collection[str]) -> list[str]:
-    """Fields that say something and are not known."""
+    """Return the unknown fields that have a value."""
     return [name for name, value in fields.items() if name not in known and value not in (None, False, 0)]
 
 
 def _kind_in(content: Mapping[str, Any], file: Path) -> str | None:
-    """The kind by class, or by the layout where a class says nothing."""
+    """Return the kind by class, or by the layout if the class does not tell."""
     by_class, speculator, classes = _kind_by_class(content, file), content.get(SPECULATOR), classes_of(content)
     named, problem, kind = " ".join(classes), None, by_class
     if speculator is not None:

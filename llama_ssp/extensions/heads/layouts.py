@@ -46,11 +46,11 @@ from llama_ssp.types import Parsed
 _LAYERS_BEFORE = "target_layer_ids"
 _MASKS = "mask_token_id", "ptd_token_id"
 FC, MARKOV, SELECTOR = "fc", "markov_head", "candidate_selector"
-"""The product of a head that maps taps to a hidden state, and the parts that join drafted tokens."""
+"""Names of the product that maps taps to a hidden state, and of the parts that relate drafted tokens to each other."""
 CONFIDENCE = "confidence_head.proj"
 """The product of DSpark that estimates whether a token will be accepted."""
 MASK = "mask_hidden"
-"""The tensor of taps that mask tokens are read with."""
+"""The tensor that mask tokens are read with in place of taps."""
 MARKOV_HEADS = "vanilla", "gated", "rnn"
 CONVOLUTIONS = "attention_conv", "mlp_conv"
 """The convolutions of a layer of DFlash 2, around attention and MLP."""
@@ -88,13 +88,13 @@ class HeadConfig:
     def layers_of(self, num_layers: int) -> tuple[int, ...]:
         """The tapped layers of a target of `num_layers`, counted from 0; see `TapSource.layers`.
 
-        Of the last layer's output, trainers that read it from transformers have it normed, and others as it is.
+        Trainers that read the last layer's output from transformers get it normed, and other trainers as it is.
         """
         layers = self.layers or (2, num_layers // 2, num_layers - 3)
         return tuple(layer + (layer == num_layers and not self.norms_last) for layer in layers)
 
     def shape_over(self, layers: ModelShape) -> ModelShape:
-        """The sizes of the head, from the sizes `layers` of a model whose layers are as its own."""
+        """Return the sizes of the head, given the sizes `layers` of a model whose layers are like the head's."""
         return replace(
             layers,
             model_type=self.kind,
@@ -112,18 +112,18 @@ class HeadConfig:
 
     @property
     def _has_windows(self) -> bool:
-        """Whether layers of pairs have windows."""
+        """Whether layers that read pairs have windows."""
         types = self.sizes.get("layer_types")
         is_switched_on = bool(self.sizes.get("sliding_window") and self.sizes.get("use_sliding_window"))
         return is_switched_on if types is None else SLIDING in types
 
     @property
     def sees_all(self) -> bool:
-        """Whether, in every layer, each position of a block attends to all the others and to the whole text before."""
+        """Whether, in every layer, each position of a block attends to the entire block and all text before it."""
         return all(reach == ALL for reach in self.reaches)
 
     def joining_sizes(self, width: int, vocab_size: int) -> dict[str, tuple[int, ...]]:
-        """The shapes of the tensors that join the tokens of a block, over `vocab_size` tokens of the target."""
+        """Return shapes of the tensors that relate tokens of a block, over `vocab_size` tokens of the target."""
         sizes = {f"{MARKOV}.{name}": size for name, size in self.markov_sizes(width, vocab_size).items()}
         if size := self.confidence_size:
             sizes |= {f"{CONFIDENCE}.weight": (1, size), f"{CONFIDENCE}.bias": (1,)}
@@ -154,7 +154,7 @@ class HeadConfig:
 
 
 def is_padded_alike(size: int, other: int) -> bool:
-    """Whether vocabularies of these sizes can be one, padded in two ways: they differ by less than a hundredth."""
+    """Whether two sizes may be of one vocabulary with different padding: they differ by less than a hundredth."""
     return 100 * abs(size - other) < max(size, other)
 
 
@@ -235,12 +235,12 @@ def _check_numbers(needed: Mapping[str, Any], file: Path) -> None:
 
 
 def _value(content: Mapping[str, Any], name: str) -> Parsed:
-    """A field of `dflash_config`, or beside it."""
+    """Return a field of `dflash_config`, or of the config.json itself."""
     return fields_of_blocks(content).get(name, content.get(name))
 
 
 def _of_selector(content: Mapping[str, Any], sizes: Mapping[str, Any], block_size: int, file: Path) -> dict[str, Any]:
-    """The fields of DFlash 2 alone; CheckpointError if they do not fit together."""
+    """Return the fields that only DFlash 2 has; raises CheckpointError if they do not fit together."""
     defaults = {"selector_rank": 256, "selector_top_k": 16, "conv_kernel_size": 2, "conv_group_size": 16}
     found = {name: _value(content, name) for name in defaults}
     if SPECULATOR in content:
@@ -259,7 +259,7 @@ def _of_selector(content: Mapping[str, Any], sizes: Mapping[str, Any], block_siz
 
 
 def _of_dflash(content: Mapping[str, Any], file: Path) -> dict[str, Any]:
-    """Factors of what the flat layout's heads read and say; CheckpointError if one is no number."""
+    """Return the factors of inputs and logits of the flat layout's heads; CheckpointError if one is no number."""
     names = "input_embedding_scale", "output_multiplier", "final_logit_softcapping"
     found = [
         default if (value := _value(content, name)) is None else value

@@ -16,7 +16,7 @@ from llama_ssp.types import LibraryPart
 
 
 class MtpRunner(ModuleRunner):
-    """MTP layers as a `Head`, or this rank's slice of them: a model with as many, whose cache holds pair i in slot i.
+    """MTP layers as a `Head`, or this rank's slice: a model with as many layers, which caches pair i in slot i.
 
     See `mtp`.
     """
@@ -72,7 +72,7 @@ class MtpRunner(ModuleRunner):
 
 
 def _part_of(model: PreTrainedModel, number: int) -> LibraryPart:
-    """The model with one of its layers, and the last norm of that module."""
+    """Return the model with only one of its layers, and with the last norm of that module."""
     body: Any = model.get_decoder()
     layer = body.layers[number]
     decoder = _with_modules(body, layers=nn.ModuleList([layer]), norm=layer.norm if number else body.norm)
@@ -80,7 +80,7 @@ def _part_of(model: PreTrainedModel, number: int) -> LibraryPart:
 
 
 def _with_modules(whole: LibraryPart, **others: nn.Module) -> LibraryPart:
-    """A copy of a module that has other modules by these names, and shares all else."""
+    """Return a copy of a module with these submodules replaced; it shares everything else."""
     part = object.__new__(type(whole))
     part.__setstate__({**vars(whole), "_modules": {**whole._modules, **others}})
     return part

@@ -5,8 +5,8 @@
       module 1: the tokens two further                                   L-3   L-2   L-1    d1
       module 2: three further                                            L-2   L-1    d1    d2
 
-Each module reads the pairs that may be new, K + 1 whatever was accepted. Among them are all pairs that it has read with
-drafted tokens that were rejected, since no more modules are read than tokens drafted.
+Each module always reads the K + 1 pairs that may be new. These include all pairs that it has read with rejected tokens,
+since no more modules run than tokens are drafted.
 
 Shapes: B sequences, S slots, K drafted tokens, T pairs, E width, V vocabulary.
 """
@@ -39,7 +39,7 @@ class ModulesDrafter(HeadDrafter):
         self._modules = range(self._num_modules)
 
     def _reading_pairs(self, prompts: Prompts, rows: Sequence[int]) -> Callable[..., Tensor]:
-        """See there; pairs whose tokens are not drawn yet are read again in the first round."""
+        """See `HeadDrafter`; pairs whose tokens are not drawn yet are read again in the first round."""
         rows_P = to_device(rows, self._head.device)
 
         def read(_ids_RT: Tensor, positions_RT: Tensor, *, cache_rows_B: Tensor, **where: Any) -> Tensor:
@@ -91,7 +91,7 @@ class ModulesDrafter(HeadDrafter):
             )
 
     def propose(self, rows: Rows, *, num_tokens: int, uniforms_BKP: Tensor, bucket: int, num_unread: int = 2) -> Draft:
-        """See `Drafter.propose`; a shorter draft is the beginning of one by all modules, which all read the text."""
+        """See `Drafter.propose`; all modules read the text; a shorter draft is the beginning of one by all modules."""
         more = max(len(self._modules) - num_tokens, 0)
         if more:
             uniforms_BKP = pad(uniforms_BKP[:, :num_tokens], (0, 0, 0, more))
@@ -105,7 +105,7 @@ class ModulesDrafter(HeadDrafter):
         return draft.first(num_tokens) if more else draft
 
     def _reading(self, rows: Rows, *, bucket: int, num_unread: int) -> ReadLevel:
-        """After the last module, the next pair has that one's own output."""
+        """Return the reader of levels; after the last module, the next pair has that module's own output."""
         tokens_BS, lengths_B1, last = rows.tokens_BS, rows.lengths_B[:, None], self._modules[-1]
         self._catch_up(rows, bucket=bucket, num_unread=num_unread)
         start_B1 = (lengths_B1 - 1 - self._width).clamp_min(0)

@@ -1,12 +1,12 @@
-"""MTP layers: stored with a model, each predicts one token further. They are a draft head of their own target.
+"""MTP layers, which are stored with a model and are its draft head: each predicts a token one position later.
 
     token i + 1 + k, embedded by the target  | enorm \
     hidden state of token i, as below        | hnorm - eh_proj | decoder layer of module k | norm | the target's output
 
 The first module reads the target's hidden state after its final norm. Module k drafts token k + 1 of a round: it reads
 the output of module k - 1 after its norm, as in DeepSeek's report and in transformers. The modules of MiMo-V2 all read
-the target's hidden state before its final norm, as in SGLang. For tokens beyond the modules the last one reads its own
-output, one pair further each time, as a single module always does.
+the target's hidden state before its final norm, as in SGLang. For tokens beyond the modules, the last one reads its own
+output, one pair later each time, as a single module always does.
 
 Layouts by the names of their tensors; L layers of the target:
 
@@ -75,7 +75,7 @@ _OURS = (
     (r"", ""),
 )
 JOIN, JOINED_NORMS = "eh_proj", ("enorm", "hnorm")
-"""The product of both normed inputs, which every rank has whole, and their norms."""
+"""The product of both normed inputs, of which every rank has all weights, and the norms."""
 HIDDEN_FIRST = ".mtp_layers."
 """A part of the names of layers whose product has the columns of the hidden state first."""
 
@@ -116,9 +116,9 @@ def shares_norm(model_type: str) -> bool:
 
 
 def of_modules(content: Mapping[str, Any], number: int) -> dict[str, Any]:
-    """The config of a model whose layers are like the `number` modules of a model with this config.
+    """Return the config of a model whose layers are like the `number` modules of a model with this config.
 
-    They have all experts, or none.
+    Either all of these layers have experts, or none has.
     """
     attention = _DENSE.get(str(content.get("model_type")))
     kinds = content.get("mtp_layer_types") or [attention or "full_attention"] * number

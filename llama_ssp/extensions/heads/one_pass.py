@@ -7,8 +7,8 @@
     DFlash 2   the same, whose layers convolve over the block; the most probable tokens of a position get their final
                logits from the token drafted before it, and others none
 
-A forward writes the positions that the target has verified, and the block's positions after them, which the next one
-overwrites. Source: see there.
+A forward writes the positions that the target has verified, and after them the block's positions, which the next
+forward overwrites. Source: see `layouts`.
 
 Shapes: B sequences, C positions of the context, N of the block, T = C + N, K drafted tokens, M nodes of a tree, E
 width, X taps, O drafted tokens of this rank, V vocabulary, S width of the Markov head or the selector, Q candidates,
@@ -114,7 +114,7 @@ class ParallelRunner(HeadRunner):
         return self._following(x_ME.view_as(x_BKE), logits_MO.view(len(ids_BT), num_drafted, -1))
 
     def _seen(self, positions_BT: Tensor, _num_context: int) -> Tensor:
-        """The last position, or slot, that each of these sees."""
+        """Return the last position, or slot, that each of these positions sees."""
         return positions_BT
 
     def _sees(self, sees_BTA: Tensor, _num_context: int) -> Tensor:
@@ -160,7 +160,7 @@ class _Selector:
 
 
 class _Convolution:
-    """Two convolutions over the positions of a block, before and after a part of a layer, whose input adds to both."""
+    """Two convolutions over a block's positions, around a part of a layer; its input adds to the factors of both."""
 
     def __init__(self, weights: Weights, place: str) -> None:
         self._base_2LE = weights.take(f"{place}.base_kernel")
@@ -250,7 +250,7 @@ class BlockRunner(ParallelRunner):
         super().__init__(loading)
 
     def _choose_attention(self, varlen: VarlenAttention | None) -> None:
-        """Attend by masks of its own where some layers do not see everything."""
+        """Choose the attention: with masks of the head's own if some layers do not see everything."""
         if self._config.sees_all:
             super()._choose_attention(varlen)
         else:
@@ -287,7 +287,7 @@ class BlockRunner(ParallelRunner):
         return self._context_norm(super().hidden_of(taps_BTX))
 
     def _seen(self, positions_BT: Tensor, num_context: int) -> Tensor:
-        """See `ParallelRunner`; the context, whose attention has no effect, sees no slot if layers have own masks."""
+        """See `ParallelRunner`; with own masks, the context, whose attention has no effect, sees no slot."""
         if not self._config.sees_all:
             return functional.pad(positions_BT[:, num_context:], (num_context, 0), value=-1)
         first_B1, last_B1 = positions_BT[:, :1], positions_BT[:, -1:]
@@ -295,11 +295,11 @@ class BlockRunner(ParallelRunner):
         return torch.cat([seen_BC, last_B1.expand(-1, positions_BT.shape[1] - num_context)], dim=1)
 
     def _sees(self, sees_BTA: Tensor, num_context: int) -> Tensor:
-        """The block sees all of it."""
+        """See `ParallelRunner`; each position of the block sees the entire block."""
         return torch.cat([sees_BTA[:, :num_context], torch.ones_like(sees_BTA[:, num_context:])], dim=1)
 
     def _masked(self, positions_BT: Tensor, tree: TreePlaces | None, *, bucket: int) -> dict[Any, Attend]:
-        """The attention of each `Reach`, of positions as `_seen` gives them."""
+        """Return the attention for each `Reach`; positions are those that `_seen` returns."""
         if self._config.sees_all:
             return {**super()._masked(positions_BT, tree, bucket=bucket)}
         assert self._slots

@@ -17,7 +17,7 @@ class Head(Cached, Protocol):
     """A draft head on this rank, whose cache holds pair i in slot i; `runner` says what pairs are.
 
     Attributes:
-        num_token_ids: V of the target.
+        num_token_ids: V, the target's number of token ids.
         is_invariant: see `Runner`.
         uses_masks: see `models.cache.CachedRunner`.
         make_drafter: makes the drafter of its kind.
@@ -32,7 +32,7 @@ class Head(Cached, Protocol):
         """Copy the first pairs of a row of the cache to other rows; see `Runner.copy`."""
 
     def hidden_of(self, taps_BTX: Tensor) -> Tensor:
-        """The hidden states (B, T, E) that the target's taps stand for."""
+        """Return the hidden states (B, T, E) that the head computes from the target's taps."""
 
     def extend(
         self,
@@ -51,7 +51,7 @@ class Head(Cached, Protocol):
         Args:
             ids_BT: the token after each position.
             hidden_BTE: hidden states at the positions, from `hidden_of` or the call before; may be overwritten.
-            positions_BT: of the pairs.
+            positions_BT: positions of the pairs.
             bucket: see `Runner.forward`.
             score_positions_B1: which of the T pairs to score; None for all.
             cache_rows_B: see `Runner.forward`.
@@ -67,7 +67,7 @@ class Head(Cached, Protocol):
 class ModulesHead(Head, Protocol):
     """A draft head of several modules, of which each drafts one token; see `mtp`.
 
-    With `chains` a module reads the hidden states of the one before, else the target's.
+    With `chains` a module reads the hidden states of the module before it, else those of the target.
     """
 
     num_modules: int
@@ -110,7 +110,7 @@ class Confident:
 class OnePassHead(Head, Protocol):
     """A draft head that drafts a block of tokens in one forward; see `one_pass`.
 
-    The token of a position stands `tokens_ahead` after it; `mask_token_id` stands for tokens to come.
+    The token that a position drafts is `tokens_ahead` after it; `mask_token_id` is read in place of tokens to come.
     """
 
     mask_token_id: int

@@ -25,7 +25,7 @@ from llama_ssp.types import Parsed
 SLIDING, _TYPES = "sliding_attention", {"sliding_attention", "full_attention"}
 _OF_WINDOWS = "layer_types", "sliding_window", "use_sliding_window", "max_window_layers"
 OF_REACHES = *_OF_WINDOWS, "is_causal"
-"""Fields of a model's config that say it otherwise."""
+"""Fields by which a model's config may describe reaches."""
 
 
 class Reach(NamedTuple):
@@ -42,8 +42,8 @@ ALL = Reach()
 def reaches_of(content: Mapping[str, Any], sizes: Mapping[str, Any], kind: str, file: Path) -> tuple[Reach, ...]:
     """The reach of each layer of a head of blocks.
 
-    `sizes` are the fields of its layers. CheckpointError if they contradict themselves, or a trainer is not known to
-    read them.
+    `sizes` are the fields of its layers. Raises CheckpointError if they contradict each other, or if it is not known
+    how a trainer reads them.
     """
     num_layers = sizes.get("num_hidden_layers", 1)
     types = _said("layer_types", content, sizes, file)
@@ -69,16 +69,16 @@ def reaches_of(content: Mapping[str, Any], sizes: Mapping[str, Any], kind: str, 
 
 
 def beside(content: Mapping[str, Any], sizes: Mapping[str, Any], file: Path) -> dict[str, Any]:
-    """The windows of layers of pairs that stand beside these in a config.json of `speculators`.
+    """Return the windows of layers of pairs, whose fields may be outside of `sizes` in a config.json of `speculators`.
 
-    CheckpointError if they contradict themselves.
+    Raises CheckpointError if fields contradict each other.
     """
     found = {name: _said(name, content, sizes, file) for name in _OF_WINDOWS if content.get(name) is not None}
     return {"use_sliding_window": True} | found if found else {}
 
 
 def _said(name: str, content: Mapping[str, Any], sizes: Mapping[str, Any], file: Path) -> Parsed:
-    """A field of the layers, which may stand beside them; CheckpointError if two differ."""
+    """Return a field of the layers, which may also be in `content` itself; CheckpointError if both are and differ."""
     found = [part[name] for part in (sizes, content) if part.get(name) is not None]
     if any(other != found[0] for other in found):
         raise CheckpointError(

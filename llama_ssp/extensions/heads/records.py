@@ -37,7 +37,7 @@ OF_TARGET = DraftHead(
 
 @dataclass(kw_only=True)
 class ConfidenceConfig(ModelDraftConfig):
-    """The draft model, and where its drafts end."""
+    """The draft model, and the confidence at which its drafts end."""
 
     confidence: float = setting(
         0.0,
@@ -83,7 +83,7 @@ def _words_of_blocks(config: RunConfig) -> Mapping[str, object]:
 
 
 def _problems(config: RunConfig) -> Iterator[str]:
-    """Yield why a draft head cannot stand where it is given."""
+    """Yield why a draft head cannot be used in the setting that names it."""
     target, draft = config.model, config.draft.model
     if target.shape and target.shape.is_head:
         yield f"{said('model', target.name)} is a draft head: give its target as the model, and draft={target.name}"

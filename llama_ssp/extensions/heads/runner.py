@@ -113,7 +113,7 @@ class PairRunner(LeanRunner):
     def _read(
         self, ids_BT: Tensor, hidden_BTE: Tensor, attention: Attention, wanted_B1: Tensor | None = None
     ) -> Stream:
-        """Read pairs through all layers; the last one leaves the wanted positions."""
+        """Read pairs through all layers; the last one returns the wanted positions alone."""
         stream: Stream = self.embed(ids_BT.flatten()), hidden_BTE.flatten(0, 1)
         for layer, window, stop in self._at_once(ids_BT.numel()):
             wanted = wanted_B1 if stop == len(self._layers) else None
@@ -121,7 +121,7 @@ class PairRunner(LeanRunner):
         return stream
 
     def _of_target(self, logits_BRD: Tensor) -> Tensor:
-        """Logits over the target's tokens, or the best one, from logits over the head's own tokens."""
+        """Return logits over the target's tokens, or the best token, from logits over the head's own tokens."""
         if self._token_ids_D is None:
             return logits_BRD
         if self.reads is Reads.best:

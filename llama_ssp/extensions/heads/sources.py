@@ -135,7 +135,7 @@ class HeadSource:
         return found.flatten() if name == MASK else found
 
     def _padded(self, name: str, wanted: Wanted) -> Tensor:
-        """A tensor with a row for each token, as far as there is one in the files; other rows are zeros."""
+        """Return a tensor with a row for each token; rows that the files lack are zeros."""
         stored, num_rows = self._stored[name], self.tensors[name].shape[0]
         num_stored = self.files.tensors[stored].shape[0]
         if num_rows == num_stored:
@@ -148,17 +148,17 @@ class HeadSource:
 
     @cached_property
     def _of_target(self) -> Mapping[str, str]:
-        """The stored names in the target of the embedding and the output."""
+        """The names under which the target stores the embedding and the output."""
         return dict(zip((EMBEDDING, OUTPUT), vocabulary_of(self.target), strict=True))
 
     @property
     def shares_output(self) -> bool:
-        """Whether its files have no output of their own, so that it has its target's."""
+        """Whether the head's files have no output, so that it has its target's."""
         return OUTPUT not in self.files.tensors
 
     @property
     def shares_tables(self) -> bool:
-        """Whether it has its target's embedding, its output, or both."""
+        """Whether the head has its target's embedding, its target's output, or both."""
         return not self._stored.keys() >= {EMBEDDING, OUTPUT}
 
     @property
@@ -238,7 +238,7 @@ class HeadSource:
 
 
 def of_target(files: WeightSource, head: HeadConfig, target: WeightSource) -> HeadSource:
-    """The head of a target; CheckpointError if it is another one's, or its map of tokens is faulty."""
+    """Return the head of a target; CheckpointError if it belongs to another target, or its map of tokens is faulty."""
     sizes = target.shape.hidden_size, target.shape.vocab_size
     own = files.shape.target_hidden_size, files.shape.num_token_ids
     if sizes[0] != own[0] or not is_padded_alike(sizes[1], own[1]):
@@ -286,7 +286,7 @@ def _named(name: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class MtpSource:
-    """The MTP layers of a target, with its target's embedding and output; a `WeightSource`."""
+    """The MTP layers of a target, with the target's embedding and output; a `WeightSource`."""
 
     target: Checkpoint  # which has them in its files.
     config: PretrainedConfig  # of a model whose layers they are.
@@ -324,7 +324,7 @@ class MtpSource:
 
     @property
     def has_layer(self) -> bool:
-        """Whether the target's files have it."""
+        """Whether the target's files have the MTP layers."""
         return _JOIN in self.tensors
 
     @property
@@ -375,7 +375,7 @@ def describe_mtp(folder: Path) -> ModelShape:
 
 
 def mtp_of(target: WeightSource) -> MtpSource:
-    """The head that a target's own MTP layers are; ConfigError if none is read, CheckpointError if files lack it."""
+    """Return a target's MTP layers as a head; ConfigError if not supported, CheckpointError if files lack them."""
     if not isinstance(target, Checkpoint):
         raise ConfigError(
             "draft=mtp reads the files of the target: give a folder, or an id of the hub, without an adapter"

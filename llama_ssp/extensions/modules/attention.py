@@ -1,4 +1,4 @@
-"""Attentions that transformers gets from here: softcapped, to latents, with a temperature; each position by position.
+"""Attentions that this package adds to transformers: softcapped, to latents, tempered; and each position by position.
 
 Shapes: B sequences, T positions, H query heads, N key-value heads, G query heads of each, Q = T * G queries, S slots,
 D head dim.

@@ -121,7 +121,7 @@ def build_empty(origin: WeightSource) -> PreTrainedModel:
 def table_of(
     model: PreTrainedModel, *, num_ranks: int = 1, whole: WholeParts = WholeParts.none
 ) -> dict[str, Parameter]:
-    """The parameters of a whole model, before `tensor_parallel.shard`; of linear layers also what ranks share."""
+    """Return a full model's parameters, before `tensor_parallel.shard`, and for linear layers how ranks cut them."""
     linears = dict(linear_layers(model))
     experts = {f"{name}.{part}" for name, module in experts_of(model) if can_be_own(module) for part in _OF_EXPERTS}
 
@@ -189,10 +189,10 @@ def fill_modules(
     becomes the one that the precision needs.
 
     Args:
-        model: with its sharded modules, parameters on the meta device.
+        model: the model with its sharded modules, and with parameters on the meta device.
         sources: the stored name of each parameter, without parameters that only other ranks hold.
-        devices: of modules by name; the last one whose name fits counts.
-        kernel: of the linear layers of decoder layers, and of experts; None leaves them the library's.
+        devices: devices of modules by name; the last one whose name fits counts.
+        kernel: kernel of the linear layers of decoder layers, and of experts; None leaves them the library's.
         loading: the origin of the values, and how they are loaded.
     """
     if loading.precision.rounds_inputs:
@@ -304,7 +304,7 @@ class OwnLinear(nn.Module):
 
 
 _OF_EXPERTS = ("gate_up_proj", "down_proj")
-"""Tensors of a module of experts, all of them in each."""
+"""Names of the tensors of a module of experts; each holds all experts."""
 
 
 def linear_layers(model: PreTrainedModel) -> Iterator[tuple[str, Any]]:
@@ -317,6 +317,6 @@ def linear_layers(model: PreTrainedModel) -> Iterator[tuple[str, Any]]:
 
 
 def is_linear(name: str, module: nn.Module) -> bool:
-    """Whether a module is a linear layer, and no router: some routers have a forward of their own, or are read."""
+    """Whether a module is a linear layer and no router, since some routers have their own forward, or are read."""
     is_plain = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
     return is_plain and not name.endswith((".router.proj", ".router.classifier", ".gate.wg"))

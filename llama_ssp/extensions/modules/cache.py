@@ -21,7 +21,7 @@ class LibraryCache(Cache):
         of_latents: layers whose attention takes both parts of a latent as they are kept.
 
     Attributes:
-        view, states: of the current forward; `states` is None without recurrent layers.
+        view, states: the views of the current forward; `states` is None without recurrent layers.
     """
 
     view: CacheView
@@ -37,7 +37,7 @@ class LibraryCache(Cache):
         return len(self._places)
 
     def show(self, view: CacheView, states: StateView | None) -> None:
-        """Let a forward read and write these."""
+        """Let a forward read and write this view and these states."""
         self.view, self.states = view, states
 
     def update(

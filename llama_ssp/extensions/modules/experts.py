@@ -45,7 +45,7 @@ class ExpertCounter:
 
     Attributes:
         sums_3: experts of all layers and forwards, experts expected if tokens choose evenly, and layers.
-        num_experts: of a layer; 0 of a model without experts.
+        num_experts: number of experts of a layer; 0 for a model without experts.
     """
 
     num_experts = 0
@@ -66,7 +66,7 @@ class ExpertCounter:
         self._chosen.clear()
 
     def share(self, other: "ExpertCounter") -> None:
-        """Keep what layers choose where another counter does, whose forwards forget it."""
+        """Record what layers choose in another counter's tensors; that counter's forwards clear them."""
         self._chosen = other._chosen
 
     def count(self) -> None:
@@ -84,8 +84,8 @@ class OwnExperts(nn.Module):
     """Takes the weights out of a module of experts, for which `can_be_own` holds, and leaves it empty.
 
     Args:
-        module: whole, or with this rank's units of each expert.
-        kernel: of the linear layers.
+        module: the full module, or one with this rank's units of each expert.
+        kernel: the kernel of the linear layers.
     """
 
     _in_round = True

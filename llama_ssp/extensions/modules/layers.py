@@ -20,7 +20,7 @@ _LETTERS = {"M": LINEAR, "E": "moe", "*": FULL, "-": "mlp"}
 
 
 class Layers:
-    """Collects what each layer of a model holds; methods take the places of layers."""
+    """Collects the parameters of each layer of a model; methods take the indices of layers."""
 
     def __init__(self, field: Field, shape: ModelShape, *, num_norms: int = 2) -> None:
         self.field, self.shape, self.width = field, shape, shape.hidden_size
@@ -31,11 +31,11 @@ class Layers:
         ]
 
     def others(self, places: Iterable[int]) -> list[int]:
-        """All places but these."""
+        """Return the indices of all other layers."""
         return sorted({*self.all} - {*places})
 
     def size(self, name: str) -> int:
-        """A size of the config; 0 without."""
+        """Return a size of the config; 0 if it has none."""
         return self.field(name) or 0
 
     def add_vectors(self, places: Iterable[int], number: int) -> None:
@@ -177,10 +177,10 @@ def layer_of(shape: ModelShape, *, matrices: Mapping[Matrix, int], vectors: int,
     """A layer of a model.
 
     Args:
-        shape: of the model.
-        matrices: copies of each matrix; a matrix with `num_chosen` is of experts.
-        vectors: elements of all else.
-        others: further fields of the inventory.
+        shape: sizes of the model.
+        matrices: number of copies of each matrix; a matrix with `num_chosen` is one of experts.
+        vectors: number of all other elements.
+        others: more fields of the inventory.
     """
     chosen = shape.num_experts_per_tok / max(shape.num_experts, 1)
     layer = (

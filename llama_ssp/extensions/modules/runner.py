@@ -46,10 +46,10 @@ class ModuleRunner(CachedRunner):
     the logits.
 
     Args:
-        model: in evaluation mode, its parameters without gradients.
-        comm: the ranks that share it, or its layers of a stage.
+        model: the model in evaluation mode, with parameters without gradients.
+        comm: the ranks that share the model, or its layers of a stage.
         cache_dtype: the format of the cache.
-        stage: of this rank, whose modules the model has (`stages`).
+        stage: the stage of this rank, whose modules the model has (`stages`).
     """
 
     # transformers may choose operators by the values of its inputs.
@@ -102,7 +102,7 @@ class ModuleRunner(CachedRunner):
 
     @property
     def num_layers(self) -> int:
-        """Number of its layers."""
+        """The number of the model's layers."""
         return len(layers_of(self._model)[1])
 
     def part(self, numbers: Sequence[int], *, of: "ModuleRunner | None" = None) -> "ModulePart":

@@ -22,7 +22,7 @@ from llama_ssp.models.weights import Loading
 
 
 class PassedOver(nn.Module):
-    """Stands in place of a layer: returns its input, or other hidden states, in the form of its family's layers.
+    """Replaces a layer: returns its input, or other hidden states, in the form of its family's layers.
 
     With `keeps` it keeps its input, until that is `taken`.
     """
@@ -47,17 +47,17 @@ class PassedOver(nn.Module):
         return (x_BTE, *[None] * (self._num_values - 1)) if self._num_values else x_BTE
 
     def hand(self, states_BTE: Tensor | None) -> None:
-        """Return these from now on in place of its input; None returns that again."""
+        """Let `forward` return these states in place of its input from now on; None undoes this."""
         self._handed_BTE = states_BTE
 
     def taken(self) -> Tensor | None:
-        """The input that it has kept, which it forgets."""
+        """Return the kept input, and forget it."""
         kept_BTE, self._kept_BTE = self._kept_BTE, None
         return kept_BTE
 
 
 class _NoEmbedding(nn.Module):
-    """Stands in place of an embedding: zeros, of any shape in place of further ones."""
+    """Replaces an embedding by zeros, whose shape does not matter for embeddings other than that of tokens."""
 
     zeros_E: Tensor
 
@@ -73,7 +73,7 @@ class _NoEmbedding(nn.Module):
 
 
 class _NoOutput(nn.Module):
-    """Stands in place of the output: logits of no token."""
+    """Replaces the output: returns logits of no token."""
 
     def forward(self, x_BTE: Tensor) -> Tensor:
         """See above."""

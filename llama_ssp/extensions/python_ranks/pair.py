@@ -1,8 +1,8 @@
 """Ranks that this process starts, and a pair on them: `load(..., ranks=4)`.
 
-They are the ranks of `llama-ssp run ranks=4 --script rank.py`, without this process: it holds a connection to each,
-which also says which one is lost. Ranks end when theirs closes. The socket is in a folder of this user alone. Messages
-are lines of JSON:
+They are the ranks of `llama-ssp run ranks=4 --script rank.py`. This process is none of them: it holds a connection to
+each, which also tells if a rank is lost. A rank ends when its connection closes. The socket is in a folder of this user
+alone. Messages are lines of JSON:
 
     call, arguments                  -> every rank, which acts as soon as it has answered the last call
     stop                             -> every rank, if Ctrl-C comes before all have answered
@@ -142,7 +142,7 @@ class StartedRanks:
                 connection.sendall(f"{message}\n".encode())
 
     def _answers(self, hear: _Hear, patience_s: float | None = None) -> dict[int, Any]:
-        """The answers of all ranks, None of lost ones; without ranks that keep silent after a loss."""
+        """Return the ranks' answers: None of lost ranks, and no entry for ranks that do not answer after a loss."""
         answers = dict[int, Any]()
         with suppress(Empty):
             while len(answers) < len(self._connections):
@@ -164,7 +164,7 @@ class StartedRanks:
         self._end(InterruptedRun("interrupted, and the ranks had not stopped in time: load the pair again"))
 
     def _all_go_on(self, answers: Mapping[int, Any]) -> bool:
-        """Whether all ranks have answered, and take another call."""
+        """Whether all ranks have answered and can take another call."""
         is_whole = len(answers) == len(self._connections)
         return is_whole and not any(answer is None or answer.get("is_over") for answer in answers.values())
 
@@ -187,7 +187,7 @@ class StartedRanks:
         self.close()
 
     def _end_of_agent(self, sentence: str) -> SspError:
-        """The error of ranks that have not come, in the words of their starter."""
+        """Return the error for ranks that did not connect, in the words of the process that starts them."""
         if self._agent.poll() is not None:
             self._reader.join(_LOOK_EVERY_S)
         said = [line.strip() for line in self._said if not line.startswith("starting ")]
@@ -241,7 +241,7 @@ class PairOnRanks(Pair):
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The target's, in this process; its chat template counts on the ranks too."""
+        """The target's tokenizer, in this process; a change of its chat template holds on the ranks too."""
         return read_tokenizer(Path(self._about["tokenizer"]))
 
     @property
@@ -251,7 +251,7 @@ class PairOnRanks(Pair):
 
     @property
     def rank(self) -> int:
-        """0: this process gets all results."""
+        """Always 0, since this process gets all results."""
         return 0
 
     def __repr__(self) -> str:
@@ -262,7 +262,7 @@ class PairOnRanks(Pair):
 
     @known_arguments
     def update(self, model: NewWeights | None = None, draft: NewWeights | None = None) -> None:
-        """Replace weights as `Pair.update` does; what this process holds goes to the ranks in files of its own."""
+        """Replace weights as `Pair.update` does; models and tensors of this process go to the ranks in files."""
         with in_library_words(), TemporaryDirectory() as folder:
             given = {"model": model, "draft": draft}
             sent = {what: _saved(what, new, Path(folder) / what) for what, new in given.items()}
@@ -297,7 +297,7 @@ def _completion(content: Mapping[str, Any]) -> Completion:
 
 
 def _saved(what: str, new: Any, folder: Path) -> object:  # noqa: ANN401 - an argument of `update`
-    """An argument of `update` as JSON holds it: a name, a folder, or a file of tensors."""
+    """Return an argument of `update` in a form for JSON: a name, a folder, or a file of tensors."""
     if isinstance(new, PreTrainedModel):
         weights_of(new, what=what)  # or its error
         new.save_pretrained(folder)
@@ -310,7 +310,7 @@ def _saved(what: str, new: Any, folder: Path) -> object:  # noqa: ANN401 - an ar
 
 
 def _sent(name: str, value: Any) -> object:  # noqa: ANN401 - an argument of `load`
-    """An argument of `load` as JSON holds it; ConfigError for objects in the memory of this process."""
+    """Return an argument of `load` in a form for JSON; ConfigError for objects in the memory of this process."""
     if isinstance(value, tuple):
         return [_sent(name, part) for part in value]
     if isinstance(value, Mapping):

@@ -4,9 +4,9 @@
     layers, no window     read and written as it is: the verification overwrites what drafting wrote
     window W, sinks S     | 0 .. S-1 | L-1-W ......... L-2 | L-1 | drafted .. |     a small cache, filled each round
 
-What the target has read is never read again by the draft: prompts, accepted tokens and tokens of rounds without drafts
-stand in the target's cache, from which the window is copied. Keys were turned by their positions before they were kept,
-so that a slot need not be its position.
+The draft never reads again what the target has read: prompts, accepted tokens and tokens of rounds without drafts are
+in the target's cache, from which the window is copied. Keys were turned by their positions before they were cached, so
+the number of a slot need not be the position.
 
 Shapes: B rows, C slots of sinks and window, M nodes of a level.
 """
@@ -57,12 +57,12 @@ class _Part:
         self.model.follow(self._target, None, reads=reads)
 
     def fill(self, lengths_B1: Tensor, rows_B: Tensor | None) -> Tensor:
-        """The slot (B, 1) of the newest token of each of these rows in the cache, which holds what it is to see."""
+        """Fill the cache with what the newest token of each of these rows sees; returns its slot (B, 1)."""
         return lengths_B1 - 1
 
 
 class _Window(_Part, OwnBuckets):
-    """The same over a small cache of the first and the last tokens."""
+    """The layers that draft, over a small cache of the first and the last tokens."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class _Window(_Part, OwnBuckets):
         return super().num_allocations + self._num_caches
 
     def own_bucket(self, bucket: int) -> int:
-        """All slots of the small cache."""
+        """Return the number of slots of the small cache, which are all read."""
         return self._num_slots
 
     def allocate(self, *, batch_size: int, capacity: int, reads: Reads = Reads.all, num_rolled_back: int = 0) -> None:
@@ -139,7 +139,7 @@ class SelfDrafter(StepwiseDrafter):
         self._places_of = TreeTables(parts.num_draft_tokens, parts.device)
 
     def prefill(self, prompts: Prompts, *, rows: Sequence[int], buckets: Buckets) -> None:
-        """Nothing: the target has read the prompts."""
+        """Do nothing, since the target has read the prompts."""
 
     def propose(self, rows: Rows, **how: Any) -> Draft:
         """See `Drafter.propose`."""

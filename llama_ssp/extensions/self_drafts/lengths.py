@@ -14,10 +14,10 @@ from llama_ssp.storage.formats import OWN_DTYPE
 from llama_ssp.text.messages import listed, rounded, said
 
 LEAST_SHARE = 0.5
-"""A share of the bytes that a step reads: where keys and values are less, weights decide."""
+"""The least share of keys and values, in the bytes that a step reads, for a note; below it, weights matter more."""
 _WINDOW, _NUM_DRAFTED, _STEPS = 512, 4, 6
 _MOST_ASKED = 0.95
-"""An acceptance that no draft reaches."""
+"""The highest acceptance that a note asks for, since no draft reaches more."""
 
 
 def cache_share(spec: PlanSpec, hardware: HardwareConfig) -> float:

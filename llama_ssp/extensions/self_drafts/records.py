@@ -1,4 +1,4 @@
-"""The record of a target that drafts for itself: its settings, what they must be, what a plan counts. No torch."""
+"""The record of a target that drafts for itself: its settings with checks, and the costs in a plan. No torch."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace

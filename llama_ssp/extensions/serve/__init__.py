@@ -1,1 +1,1 @@
-"""A server with OpenAI's interface: requests enter free rows of the decoder between rounds."""
+"""A server with OpenAI's interface: between rounds, free rows of the decoder take new requests."""

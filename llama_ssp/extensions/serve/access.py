@@ -1,8 +1,9 @@
-"""Who may ask a server: keys, hosts, the origins of web pages, and connections as HTTP wants them ended.
+"""Decides who may use a server, by keys, hosts and origins of web pages, and ends connections as HTTP requires.
 
-A page of a stranger can send requests to the loopback from the browser of its visitor, and read the answers once its
-own name resolves to the loopback (DNS rebinding). So a server refuses hosts that it does not know, origins other than
-its own and `task.allow_origin`, and bodies that are not sent as JSON, which browsers let no other origin send unasked.
+A web page of a stranger can send requests to the loopback from the browser of its visitor, and read the answers once
+the page's own name resolves to the loopback (DNS rebinding). So a server refuses hosts that it does not know, origins
+other than its own and `task.allow_origin`, and bodies that are not sent as JSON: browsers do not let a page send JSON
+to another origin without asking that one first.
 """
 
 import hmac
@@ -54,10 +55,10 @@ def client_of(request: Request) -> ClientId:
 
 
 class Json(JSONResponse):
-    """JSON in ASCII, which also holds the lone surrogates that an error names."""
+    """A JSON response in ASCII, which can also hold lone surrogates that an error message quotes."""
 
     def render(self, content: object) -> bytes:
-        """Write it."""
+        """Write the content as JSON."""
         return json.dumps(content).encode()
 
 
@@ -106,9 +107,9 @@ class Access:
 
 
 class WithKey:
-    """Lets requests with a key pass, and requests for paths that are open; all if there are no keys.
+    """Lets requests with a key pass, and requests for paths that are open; lets all pass if there are no keys.
 
-    Enters the name of the key in the scope.
+    Writes the name of the key into the scope.
     """
 
     def __init__(self, app: ASGIApp, *, keys: Mapping[bytes, str], open_paths: Collection[str]) -> None:
@@ -132,10 +133,10 @@ class Connection(H11Protocol):
     """A connection whose client may shut its sending half and still get its answer."""
 
     def eof_received(self) -> bool:  # type: ignore[override]  # uvicorn's never keeps one open
-        """Keep a connection open whose request is whole and not answered, until the answer is written.
+        """Keep a connection open whose request is complete and unanswered, until the answer is written.
 
-        A client that has gone sends the same as one that waits. An interim answer, or a comment in a stream, makes the
-        kernel of one that has gone reset the connection.
+        A client that has gone sends the same as one that still reads. An interim answer, or a comment in a stream,
+        makes the kernel of a client that has gone reset the connection.
         """
         cycle: RequestResponseCycle | None = self.cycle
         if not cycle or cycle.response_complete or self.conn.their_state not in {h11.DONE, h11.MUST_CLOSE, h11.CLOSED}:

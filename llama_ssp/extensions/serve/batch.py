@@ -61,7 +61,7 @@ class _Batch:
             seen.add(head["custom_id"])
 
     def _done(self, ids: set[str]) -> set[str]:
-        """The lines that an earlier part of this run has answered; a half-written answer is cut off."""
+        """Return the lines that an earlier part of this run has answered; deletes a half-written answer."""
         file, kept = self._folder.path / BATCH.output, self._folder.read_kept(BATCH.output) or ""
         *answers, torn = kept.split("\n")
         if torn:

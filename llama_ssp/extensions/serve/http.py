@@ -1,6 +1,6 @@
 """`task=serve`: HTTP on rank 0 reads bodies, streams answers, and notices clients that have gone.
 
-It runs in a thread of its own, and knows the decoder by its `Inbox` alone. Nothing of requests is logged.
+It runs in its own thread, and reaches the decoder only through its `Inbox`. Nothing about requests is logged.
 """
 
 import asyncio
@@ -47,7 +47,7 @@ _OPEN = {"/health", "/favicon.ico", "/", *(f"/{name}" for name in _PAGE)}
 """Paths that need no key."""
 _MOST_BYTES, _READ_S, _CLOSE_S, _MOST_OPEN = 8 << 20, 30.0, 5.0, 1024
 _MOST_STRUCTURES = 64
-"""Structures of texts that are prepared or wait for it; further ones are refused."""
+"""The most structures of texts that are being prepared or wait for it; more are refused."""
 _MOST_KEPT = 32
 """Parts of an answer that HTTP's thread takes at a time if the client sees them only at the end."""
 
@@ -150,7 +150,7 @@ class Front:
         self._socket.close()
 
     async def _close_idle(self) -> None:
-        """Close connections that since the last time have sent no whole headers, or read none of the waiting bytes."""
+        """Close connections that since the last call neither completed their headers nor read waiting bytes."""
         connections: set[Any] = {*self._server.server_state.connections}
         idle = {
             (connection, connection.cycle, num_unread)
@@ -245,7 +245,7 @@ class Front:
         whole: Callable[[], dict[str, object]],
         events: Callable[[AsyncIterator[tuple[Answer, str]]], AsyncIterator[bytes]],
     ) -> Response:
-        """Let the decoder answer; `whole` makes the body of the answer, `events` that of a stream."""
+        """Let the decoder answer; `whole` makes the body of an answer in one piece, `events` that of a stream."""
         parts: _Parts = asyncio.Queue()
         loop = asyncio.get_running_loop()
         begun, kept = set[int](), list[tuple[Answer, Part]]()
@@ -281,7 +281,7 @@ class Front:
         return await asyncio.get_running_loop().run_in_executor(self._writer, make, *arguments)
 
     async def _counting(self, pieces: AsyncIterator[tuple[Answer, str]]) -> AsyncIterator[tuple[Answer, str]]:
-        """Count the error that a stream ends with, or that its client goes before its end."""
+        """Pass pieces on, and count a stream that ends with an error, or whose client goes before its end."""
         try:
             async for piece in pieces:
                 yield piece
@@ -295,7 +295,7 @@ class Front:
     async def _pieces(
         self, parts: "_Parts", num_answers: int, arrived_s: float, *, key: str
     ) -> AsyncIterator[tuple[Answer, str]]:
-        """Yield new text of answers, until all have ended; raises RequestError for one of theirs, or if time is up."""
+        """Yield new text of answers until all have ended; raises RequestError if an answer fails or time is up."""
         left, first_s, limit_s = num_answers, dict[Answer, float](), self._task.request_s
         while left:
             try:
@@ -364,7 +364,7 @@ async def _until_gone(request: Request, parts: _Parts) -> None:
 
 
 def _in_pieces(answer: Mapping[str, Any]) -> bytes:
-    """An answer as JSON, choice by choice: other threads wait for none that is written."""
+    """Write an answer as JSON, choice by choice, so that other threads can run in between."""
     if "choices" not in answer:
         return json.dumps(answer).encode()
     choices = ", ".join(json.dumps(choice) for choice in answer["choices"])

@@ -24,10 +24,10 @@ class ServedRequest(Request):
     """A completion that a client asked for; without new tokens only its prompt is scored.
 
     Attributes:
-        num_top: number of the most probable tokens whose log-probabilities are wanted; None for none.
-        scores_prompt: also of the prompt's tokens.
-        shows_stop: the text keeps the stop string or token that ended it.
-        arrived_s: when the inbox of rank 0 got it, by that rank's monotonic clock.
+        num_top: number of the most probable tokens whose log-probabilities are wanted; None for no log-probabilities.
+        scores_prompt: whether log-probabilities of the prompt's tokens are wanted too.
+        shows_stop: whether the text keeps the stop string or token that ended it.
+        arrived_s: when the inbox of rank 0 got the request, by that rank's monotonic clock.
     """
 
     num_top: int | None = None
@@ -61,13 +61,13 @@ class Part(NamedTuple):
     """New tokens of a completion, and at its end a reason.
 
     Attributes:
-        waited_s: of the first part, which has no tokens: how long the completion has waited for a row.
-        num_drafted, rejected_ids: of their round; see `Update`.
-        accepted_lengths, examined_lengths: at the end, drafted tokens of each round that became text and that the
-            target examined.
-        num_reused_tokens: at the end, tokens of the prompt that the target's cache held.
-        logprobs: at the end, if asked for, under the model; of the prompt's tokens too if asked for.
-        error: in place of an end.
+        waited_s: in the first part, which has no tokens, how long the completion has waited for a row.
+        num_drafted, rejected_ids: those of the tokens' round; see `Update`.
+        accepted_lengths, examined_lengths: at the end, for each round the number of drafted tokens that became text,
+            and of those that the target examined.
+        num_reused_tokens: at the end, the number of tokens of the prompt that the target's cache held.
+        logprobs: at the end, log-probabilities under the model, and those of the prompt's tokens, if requested.
+        error: the error that has ended the completion, if one did.
     """
 
     new_ids: Sequence[int] = ()
@@ -126,7 +126,7 @@ NOBODY = ClientId()
 
 @dataclass(eq=False)
 class _Taker:
-    """The taker of a completion's parts; `num_left` new tokens that it has not got yet count for its client."""
+    """The receiver of a completion's parts; the `num_left` new tokens that it may still get count for its client."""
 
     take: Callable[[Part], None]
     client: ClientId
@@ -137,14 +137,14 @@ class _Taker:
 class Inbox:
     """Waiting and decoding completions; all methods may be called from any thread.
 
-    Clients get rows by turns: the next one has the key whose completions have had the fewest tokens so far, of prompts
-    and of new ones, and of this key's addresses the one that has had the fewest. So neither many requests nor long
-    prompts make others wait. A completion that decodes counts with all that it may get, until it ends. A key or a
-    client that comes later begins with as many as the one that has had the fewest.
+    Clients get rows in turn. The next completion is one of the key that has had the fewest tokens so far, in prompts
+    and new text, and of the address that has had the fewest among this key's addresses. So neither many requests nor
+    long prompts of one client make other clients wait. Until a completion that is decoded ends, it counts with all
+    tokens that it may get. A new key or client begins with the count of the one that has had the fewest.
 
     Attributes:
-        most_waiting: further ones are refused.
-        is_closed: all further completions are refused.
+        most_waiting: the most completions that may wait; more are refused.
+        is_closed: whether all new completions are refused.
     """
 
     most_waiting: int
@@ -173,15 +173,16 @@ class Inbox:
         return not self._takers
 
     def close(self) -> None:
-        """Refuse further completions."""
+        """Refuse new completions from now on."""
         self.is_closed = True
 
     def put(
         self, completions: Sequence[ServedRequest], take: Callable[[int, Part], None], *, client: ClientId = NOBODY
     ) -> list[int]:
-        """Enter completions of a client, numbered by `index`; returns the numbers. `take` gets their places and parts.
+        """Add completions of a client, and number them by `index`; returns the numbers.
 
-        Raises RequestError if it is closed or too many would wait, and then enters none.
+        `take` gets the place of each completion in the sequence, with its parts. Raises RequestError, and adds none, if
+        the inbox is closed or too many completions would wait.
         """
         with self._changed:
             if self.is_closed:
@@ -203,7 +204,7 @@ class Inbox:
         return numbers
 
     def _begin(self, client: ClientId) -> None:
-        """Forget what clients and keys had that have gone, and let a client begin with no less than the least had."""
+        """Forget counts of clients and keys that have gone; a new client begins with the smallest count."""
         clients = {taker.client for taker in self._takers.values()}
         keys = {one.key for one in clients}
         among: list[tuple[str | ClientId, set[Any]]] = [
@@ -227,7 +228,7 @@ class Inbox:
             self._changed.notify()
 
     def give_up(self) -> list[int]:
-        """Tell all takers that the server ends; returns the numbers of completions that waited or decoded."""
+        """Tell all receivers that the server ends; returns the numbers of completions that waited or were decoded."""
         with self._changed:
             takers, self._takers = self._takers, {}
             self._waiting.clear()
@@ -261,7 +262,7 @@ class Inbox:
         return taken
 
     def deliver(self, number: int, part: Part) -> None:
-        """Hand a part to the taker of a completion, if it still waits."""
+        """Pass a part to the receiver of a completion, if it still waits."""
         with self._changed:
             if taker := self._takers.get(number):
                 taker.num_left -= len(part.new_ids)

@@ -31,7 +31,7 @@ disable_created_metrics()  # type: ignore[no-untyped-call]  # tools would add th
 
 
 class _Both(NamedTuple):
-    """A counter or a histogram of the server's own, and the same by the name that vLLM gives it."""
+    """A counter or a histogram under two names: the server's own, and the one that vLLM has for it."""
 
     own: Any
     as_vllm: Any
@@ -131,7 +131,7 @@ class Metrics:
             self._seconds.observe(decoded_s / (num_new - 1))
 
     def retry_s(self) -> int:
-        """Seconds after which a waiting place is free again, by the rate at which completions ended lately."""
+        """Return the seconds after which another completion may wait, by the rate at which completions ended lately."""
         if len(self._ended_s) < 2:
             return 1
         rate = (len(self._ended_s) - 1) / max(time.monotonic() - self._ended_s[0], 1e-3)

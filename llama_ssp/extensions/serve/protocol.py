@@ -1,7 +1,7 @@
 """Reads the bodies of OpenAI's API, completions and chats, and writes its answers.
 
-Every field is known, known to change nothing, or refused by its name: a request never gets less than it asks for in
-silence. Ranges, and the sentences about them, come from the settings.
+Every field is supported, known to change nothing, or refused by its name: no part of a request is silently ignored.
+Ranges, and the sentences about them, come from the settings.
 """
 
 import json
@@ -107,11 +107,11 @@ _WITHOUT_EFFECT: dict[str, tuple[object, ...]] = {
     "add_generation_prompt": (True,),
     "add_special_tokens": (True,),
 }
-"""Values that change nothing of fields that the server does not have."""
+"""Fields that the server does not support, and their values that change nothing and so are accepted."""
 _STREAM_OPTIONS = ("include_usage", "continuous_usage_stats", "include_obfuscation")
 _TOO_LONG = "context_length_exceeded"
 _CONTEXT, _NUM_NAMED = 16, 32
-"""Tokens before one whose text is wanted, and tokens whose log-probabilities are written at a time."""
+"""Tokens of context with which a token's text is decoded, and tokens whose log-probabilities are written at a time."""
 
 
 class Asked:
@@ -119,8 +119,8 @@ class Asked:
 
     Attributes:
         completions: `num_samples` for each prompt.
-        answers: one of each completion.
-        structure: the field that asks for a structure of the text, and what stands before the reason of its refusal.
+        answers: an answer for each completion.
+        structure: the field that asks for a structure of the text, and the words before the reason if it is refused.
     """
 
     def __init__(
@@ -210,7 +210,7 @@ class BodyReader:
         eos_ids: tokens that end a text.
 
     Attributes:
-        names: of the model; the first one is that of answers.
+        names: names of the model; answers have the first one.
     """
 
     def __init__(self, config: RunConfig, maker: RequestMaker, *, length: int, eos_ids: Sequence[int]) -> None:
@@ -371,7 +371,7 @@ class BodyReader:
         return found
 
     def _with_calls(self, tools: Tools, request: ServedRequest) -> tuple[ServedRequest, tuple[str, str] | None]:
-        """The request whose answer calls these tools as it must, and its `structure`; raises RequestError."""
+        """Return the request with a grammar if its answer must call these tools, and its `structure`; RequestError."""
         if request.sampling and constraint_asked(request.sampling):
             raise RequestError("tools and another structure of the text exclude each other: give one", param="tools")
         if not tools.grammar:
@@ -481,7 +481,7 @@ class BodyReader:
 
 
 def _check_fields(messages: object) -> None:
-    """Refuse fields of messages that no template gets; empty ones change nothing."""
+    """Refuse fields of messages that chat templates do not get, unless they are empty and so change nothing."""
     for number, message in enumerate(messages if isinstance(messages, list) else (), start=1):
         for name, value in message.items() if isinstance(message, dict) else ():
             is_kept = name in {"role", "content", "tool_calls"} or (name in MORE_FIELDS and isinstance(value, str))
@@ -551,9 +551,9 @@ class Answer:
     """One completion on its way to the client: its text without a stop, its calls, its tokens and its scores.
 
     Attributes:
-        calls, new_calls: of the answer so far, and of its newest part.
-        thoughts, new_thoughts: likewise, before the text.
-        is_scored: it ends with log-probabilities, which take time: see `score_some`.
+        calls, new_calls: calls of tools in the answer so far, and in its newest part.
+        thoughts, new_thoughts: thoughts before the text, in the answer so far and in its newest part.
+        is_scored: whether the answer ends with log-probabilities, which take time to write; see `score_some`.
     """
 
     def __init__(
@@ -697,7 +697,7 @@ class Answer:
         return "tool_calls" if self.calls else "stop"
 
     def score_some(self) -> bool:
-        """Name some tokens of its scores, once it has ended; returns whether any are left."""
+        """Write the texts of some scored tokens, once the answer has ended; returns whether any are left."""
         scores, num_named = (self.last and self.last.logprobs) or [], len(self._named)
         first = len(self.prompt_ids) + len(self.token_ids) - len(scores) + num_named
         for place, one in enumerate(scores[num_named : num_named + _NUM_NAMED], start=first):

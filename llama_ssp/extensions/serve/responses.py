@@ -128,7 +128,7 @@ def _message(item: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _content(content: object) -> object:
-    """The content of a message with its parts called as in chats."""
+    """Return the content of a message, with the names that its parts have in chats."""
     if not isinstance(content, list):
         return content
     texts = {"input_text", "output_text"}
@@ -177,7 +177,7 @@ class Response:
         }
 
     def _echoes(self) -> dict[str, object]:
-        """What the body asked for, or the server's own values."""
+        """Return the fields of the response that repeat the body's, or else have the server's defaults."""
         sampling = self._asked.completions[0].sampling
         default: dict[str, object] = {
             "instructions": None,
@@ -224,7 +224,7 @@ class Response:
         return {"id": f"fc_{call.id}", "type": "function_call", "status": "completed"} | named
 
     async def events(self, pieces: AsyncIterator[tuple[Answer, str]]) -> AsyncIterator[bytes]:
-        """Yield the response as server-sent events; a request that fails ends with one of its own."""
+        """Yield the response as server-sent events; a request that fails ends with an event for its error."""
         yield self._event("response.created", response=self.whole())
         yield self._event("response.in_progress", response=self.whole())
         try:

@@ -81,7 +81,7 @@ class Service:
         self._structures.close()
 
     def _take(self, update: Update) -> None:
-        """Pass new tokens on; a completion whose scores are wanted ends with them."""
+        """Pass new tokens on; a completion whose log-probabilities are wanted ends only with these."""
         done, request = update.completion, cast("ServedRequest", update.completion.request)
         part = Part(update.new_ids, done.finish_reason, update.num_drafted, update.rejected_ids)
         if done.finish_reason:
@@ -100,7 +100,7 @@ class Service:
             self._inbox.deliver(request.index, part)
 
     def _fail(self, request: Request, error: SspError) -> None:
-        """Answer a request with the error that ended it alone; what it asks for cannot be, or a model fails."""
+        """Answer a request with the error that ended this request alone, since it is impossible or a model fails."""
         status = 400 if isinstance(error, ConfigError) else 500
         self._deliver(request, Part.failed(RequestError(str(error), status=status)))
 
@@ -151,7 +151,7 @@ class Service:
         return found
 
     def _has_news(self, num_rows: int) -> bool:
-        """Whether rank 0 has something to say to all; False on others."""
+        """Whether rank 0 has news for all ranks; False on the other ranks."""
         return self._inbox is not None and (self._is_over(self._inbox) or self._inbox.has_news(num_rows))
 
     def _is_over(self, inbox: Inbox) -> bool:

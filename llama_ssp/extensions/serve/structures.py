@@ -1,6 +1,6 @@
 """Threads in which the structures of texts, such as grammars, are prepared: neither rounds nor other requests wait.
 
-A library that reads grammars lets go of Python's lock meanwhile. Small structures never wait for large ones.
+The library that reads grammars releases Python's lock meanwhile. Small structures never wait for large ones.
 """
 
 import math
@@ -39,6 +39,6 @@ class Structures:
         self._num_waiting -= 1
 
     def close(self) -> None:
-        """Prepare nothing further."""
+        """Prepare no more structures."""
         for threads in (self._small, self._large):
             threads.shutdown(wait=False, cancel_futures=True)

@@ -23,9 +23,9 @@ class Thoughts(NamedTuple):
     """The form in which a model thinks.
 
     Attributes:
-        mark, end: begin and end its thoughts.
-        is_open: the prompt has begun them.
-        marks: the special tokens among the two, which have no text.
+        mark, end: the marks that begin and end its thoughts.
+        is_open: whether the prompt has begun them.
+        marks: those of the two marks that are special tokens, which have no text.
     """
 
     mark: str
@@ -53,7 +53,7 @@ class ThoughtReader:
     `call`, if that is a mark: restricted calls begin wherever it stands.
 
     Attributes:
-        num_chars: of the answer up to the end of its thoughts; 0 if it has none.
+        num_chars: number of characters of the answer up to the end of its thoughts; 0 if it has none.
     """
 
     def __init__(self, thoughts: Thoughts, call: str = "") -> None:

@@ -28,7 +28,7 @@ _NAME, _CHOICES, _ID_LENGTH = re.compile(r"[A-Za-z0-9_-]{1,64}"), ("auto", "none
 _FIELDS: dict[str, type] = {"name": str, "description": str, "parameters": dict, "strict": bool}
 _KINDS = {str: "a text", dict: "the schema of an object", bool: "true or false"}
 _SPACING = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
-"""Arguments stand as templates write them."""
+"""Makes grammars write arguments with the white space that templates use."""
 _NOTHING = {"properties": {}, "additionalProperties": False}
 _DECODER = json.JSONDecoder()
 _QUOTED = re.compile(r'(?:[^"\\]++|\\.)*+', re.DOTALL)
@@ -38,10 +38,10 @@ class Form(NamedTuple):
     """The form in which a model writes calls.
 
     Attributes:
-        taught_by: finds it in a template.
-        mark: begins a call, or a list of calls.
-        end: ends a call; empty if calls end the answer.
-        key: of the arguments.
+        taught_by: the pattern that finds the form in a template.
+        mark: the text that begins a call, or a list of calls.
+        end: the text that ends a call; empty if calls end the answer.
+        key: the key of the arguments.
         many, single: in a grammar, what follows the first mark, with `mark` and `end` to be filled in, and `one` for an
             object.
         is_bare: an object is a call without a mark.
@@ -93,12 +93,12 @@ class Tools:
     """The tools of a request.
 
     Attributes:
-        form: of their calls.
-        names: of the tools that may be called.
-        marks: the special tokens that begin and end calls, and have no text; none where these are text.
-        grammar: of the answer, in the notation of `guided_grammar`; None if it may be any text.
+        form: the form of their calls.
+        names: names of the tools that may be called.
+        marks: special tokens, which have no text, that begin and end calls; none if the marks are ordinary text.
+        grammar: the grammar of the answer, in the notation of `guided_grammar`; None if it may be any text.
         offered: the tools that the template gets.
-        follow_thoughts: whether thoughts may stand before calls.
+        follow_thoughts: whether thoughts may come before calls.
     """
 
     form: Form

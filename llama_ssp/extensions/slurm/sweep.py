@@ -61,7 +61,7 @@ _ARGUMENTS_FILE = "job.args"
 
 @dataclass(frozen=True, kw_only=True)
 class _Copy:
-    """A folder of weights, its copy on every node's own disk, and the model's entry in the config, which takes that."""
+    """A folder of weights, its copy on every node's own disk, and the config's entry of the model, which gets it."""
 
     entry: str
     source: Path
@@ -118,7 +118,7 @@ def _check(settings: SlurmConfig) -> None:
 
 
 def _words(point: Point) -> dict[str, str]:
-    """Names in messages for settings that a job does not have."""
+    """Return the names that messages use for settings that a job does not have."""
     return settings_of_run(point.run) | {"hardware.num_nodes": f"{LAUNCHER}.nodes={{}}"}
 
 

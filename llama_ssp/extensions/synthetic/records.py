@@ -39,7 +39,7 @@ class SyntheticRun(RunConfig):
 
 @dataclass(kw_only=True)
 class SyntheticPlan(PlanConfig, SyntheticRun):
-    """A plan of such a run."""
+    """A plan of a run whose weights may be synthetic."""
 
 
 SETTINGS = MoreSettings(

@@ -120,7 +120,7 @@ class Synthetic:
         return replace(self, small=small, shape=shape, noise=noise_for(small.folder, agreement))
 
     def _token_map(self) -> Tensor:
-        """`d2t` of a head: the small one's tokens, then the first of the others, which are never drafted."""
+        """Make `d2t` of a head: the small head's tokens, then the first remaining ones, which are never drafted."""
         size = self.shape.vocab_size
         small_ids = torch.arange(self.small.shape.vocab_size) + self.small.read(TOKEN_MAP)
         is_free_V = torch.ones(self.shape.num_token_ids, dtype=torch.bool).index_fill_(0, small_ids, value=False)
@@ -188,7 +188,7 @@ def noise_for(folder: Path, agreement: float) -> float:
 
 
 def llama_config(shape: ModelShape, **more: Any) -> LlamaConfig:
-    """The configuration of a Llama with this shape and further settings of transformers."""
+    """Make the configuration of a Llama with this shape, and with `more` settings of transformers."""
     known = LlamaConfig().to_dict()
     sizes = {name: size for name, size in asdict(shape).items() if name in known and name != "model_type"}
     return LlamaConfig(**sizes, **more)

@@ -1,4 +1,4 @@
-"""A target's and a draft's tokenizers: a text in the other's tokens, its continuation, and equal tokens.
+"""Relates a target's tokenizer to a draft's: a text in the draft's tokens, its continuation, and equal tokens.
 
 All of it runs on the host and gives the same result on every rank. Tokens are equal if they add the same bytes to a
 text, however their tokenizers write them (`token_bytes`). Special tokens are equal if they have the same name or both
@@ -33,8 +33,8 @@ class Alignment:
 
     Attributes:
         shared: for each id of the target the draft's id with the same meaning, None without one. No id occurs twice.
-        pieces: for each id of the target the draft's ids that spell it, from 1 to `MOST_PIECES`; what is longer is cut,
-            which leaves a draft valid.
+        pieces: for each id of the target the 1 to `MOST_PIECES` ids of the draft that spell it; longer spellings are
+            cut, which leaves drafts valid.
     """
 
     shared: tuple[int | None, ...]
@@ -45,7 +45,7 @@ class Alignment:
 def align(
     target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase, *, target_size: int, draft_size: int
 ) -> Alignment:
-    """Compare two tokenizers; the sizes are the models' heads', whose further ids no token has."""
+    """Compare two tokenizers; the sizes are those of the models' heads, which may have ids without tokens."""
     target_meanings, draft_ids = meanings_of(target), _ids_by_meaning(meanings_of(draft), size=draft_size)
     target_ids = _ids_by_meaning(target_meanings, size=target_size)
     longest = max((len(meaning) for meaning in draft_ids if isinstance(meaning, bytes)), default=0)
@@ -82,7 +82,7 @@ def _spelled(text: bytes, ids: Mapping[Meaning, int], *, longest: int) -> list[i
 
 
 def _ids_by_meaning(meanings: Mapping[int, Meaning], *, size: int) -> dict[Meaning, int]:
-    """The id of each meaning: of several the last, so that a letter wins over its byte, which stands before it."""
+    """Return the id of each meaning; of several ids the last, so that a letter wins over its byte before it."""
     return {meaning: token for token, meaning in sorted(meanings.items()) if token < size}
 
 

@@ -63,7 +63,7 @@ class Windowed(OwnBuckets):
         return number
 
     def own_bucket(self, bucket: int) -> int:
-        """All slots of a row."""
+        """Return the number of slots of a row, which are all read."""
         return self._num_slots
 
     def allocate(self, *, batch_size: int, capacity: int, reads: Reads = Reads.all, num_rolled_back: int = 0) -> None:
@@ -133,7 +133,7 @@ class Windowed(OwnBuckets):
         return skipped_B1 if rows_B is None else skipped_B1.index_select(0, rows_B)
 
     def _move(self, first_B1: Tensor, rows_B: Tensor | None) -> None:
-        """Skip what is farther than the window from the first token that is read next."""
+        """Skip tokens that are farther than the window before the first token that is read next."""
         tables, cache = self._tables, self._runner.cache
         before_B1, most_B1 = self._skipped(rows_B), (first_B1 - self._sinks).clamp_min(0)
         skipped_B1 = before_B1.maximum(first_B1 - self.num_kept).minimum(most_B1)
@@ -146,11 +146,11 @@ class Windowed(OwnBuckets):
 
 
 class WindowedHead(Windowed):
-    """A draft head over such a cache of pairs; a `Head` of `extensions.heads.protocol` to the head's drafter."""
+    """A draft head over a cache of the sinks and the window of pairs; for the head's drafter it is a `Head`."""
 
     @property
     def window(self) -> int:
-        """The newest pairs that are seen."""
+        """The number of newest pairs that the head sees."""
         return self.num_kept - self._sinks
 
     def anew(self, stops_B1: Tensor, rows_B: Tensor | None) -> Iterator[Tensor]:

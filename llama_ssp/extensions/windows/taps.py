@@ -52,7 +52,7 @@ class WindowTaps(Taps):
         return super().slots(self._turned(positions_BT), rows_B)
 
     def slots_of_prompts(self, positions_BT: Tensor, rows_B: Tensor | None = None) -> Tensor:
-        """The same for tokens of prompts."""
+        """Return the slots of tokens of prompts; see `slots`."""
         stops_B1 = self._stops_B1 if rows_B is None else self._stops_B1.index_select(0, rows_B)
         stays_BT = (positions_BT >= stops_B1 - self._num_newest) | (positions_BT < self._sinks)
         places_BT = self._turned(positions_BT).where(stays_BT & (positions_BT < stops_B1), self._num_slots - 1)
@@ -80,7 +80,7 @@ class WindowTaps(Taps):
 
 
 class _OfPrompts(Taps):
-    """The same taps, as forwards of prompts write them."""
+    """The taps of a `WindowTaps`, as forwards of prompts write them."""
 
     def __init__(self, whole: WindowTaps) -> None:
         self._whole, self.layers = whole, whole.layers

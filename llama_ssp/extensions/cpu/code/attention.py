@@ -5,13 +5,15 @@
 
 Threads take parts of the tokens, then of the units, where there is enough to do for more than one.
 
-Of a unit keys are taken in chunks of 128 slots, from slot 0 on. Of a chunk 16 keys at a time are transposed, so that a
-vector is one dimension of 16 keys and no sum crosses lanes. Then come their exponentials under the largest score so
-far, and the values, one slot after the other. So the sums of a query take the same steps whatever else is computed:
-other queries, the batch, the length of the cache. A slot after a query's own, or before its window, counts as zero.
+For a unit, keys are read in chunks of 128 slots, from slot 0 on. In a chunk, 16 keys at a time are transposed, so that
+a vector is one dimension of 16 keys and no sum crosses lanes. Then the scores are turned into exponentials relative to
+the largest score so far, and the values are added, one slot after the other. So the sums of a query take the same steps
+whatever else is computed: other queries, the batch, the length of the cache. A slot after a query's own, or before its
+window, counts as zero.
 
-A node of a tree sees the text, the root, and its ancestors among the other nodes, whose slots follow the root's. They
-are taken where they would stand if the path were the text, so a node has the bits of a token of a chain:
+A node of a tree sees the text, the root, and its ancestors among the other nodes, whose slots follow the root's. These
+slots are read in the order that they would have if the path were the text, so a node has the bits of a token of a
+chain:
 
     slots     text ... | root | 1 | 2 | 3 | 4 |        4 is a child of 2
     of node 4 text ... | root | 2 | 4 |
@@ -50,25 +52,25 @@ from llama_ssp.extensions.cpu.code.kinds import E4M3_DTYPE, E4M3_SHRINK
 from llama_ssp.storage.formats import CACHES, CacheFormat
 
 _SERIAL = 2**17
-"""The most multiplications for which a further thread does not pay."""
+"""The most multiplications for which one more thread does not pay."""
 
 CONTEXT = dict.fromkeys(("qkv", "turns", "positions", "slots", "parts", "own_slots", "sees", "out"), POINTER)
 CONTEXT |= dict.fromkeys(("num_heads", "num_kv", "row_tokens", "num_slots", "num_behind", "window", "scale"), I64)
 """Words that the threads share."""
 QUERIES, CHUNK = 32, 128
-"""Queries that are taken at a time, and slots."""
+"""The most queries of a unit, and the slots of a chunk."""
 _AHEAD = 256
-"""Slots before its use at which a key is asked for; a value is while the keys of its chunk are read."""
+"""How many slots before its use a key is prefetched; a value is prefetched while the keys of its chunk are read."""
 _LINE = 64
-"""Bytes that memory gives at a time."""
+"""Bytes of a cache line."""
 LOWEST = -3e38
 """A number below all scores."""
 _SCORED, _SOFTENED, _SUMMED = (1, 2, 4, 8), (1, 2, 4), (1, 2, 4, 8)
-"""Queries of a tile whose scores are computed, are turned into exponentials, and weigh values."""
+"""Numbers of queries that a tile may have: in the step of scores, of exponentials, and of weighted values."""
 _REGISTERS = 16
 """Vectors of a tile's sums; the remaining registers hold operands."""
 _FEW_SCORED, _FEW_SUMMED, _FEW_REGISTERS = (1, 2, 3), (1, 2), 4
-"""The same where a vector takes two registers of 16: AVX2. Sums of more would go through memory at every step."""
+"""The same numbers where a vector takes two of 16 registers (AVX2): more sums would go through memory at every step."""
 _MOST, _FACTOR, _STATE = LANES, LANES + 1, 2 * LANES
 """State of a query between chunks: sums of exponentials, the largest score, the last change of scale."""
 
@@ -114,18 +116,18 @@ def _entry(module: ir.Module, head_dim: int, place: Value, units: Value) -> None
 
 
 def num_units(code: Code, given: dict[str, Value], num_tokens: Value) -> Value:
-    """Number of units: key-value heads of rows, each with as many of its queries as are taken at a time."""
+    """Return the number of units: key-value heads of rows, each with at most `QUERIES` of its queries."""
     num_rows = code.sdiv(num_tokens, given["row_tokens"])
     return code.mul(code.mul(num_rows, given["num_kv"]), _passes(code, _queries_of_row(code, given)))
 
 
 def _grain(code: Code, cost: Value, times: Value) -> Value:
-    """Least number of units of a cost that a thread takes."""
+    """Return the least number of units of this cost that a thread computes."""
     return code.add(code.sdiv(_SERIAL, code.mul(cost, times)), 1)
 
 
 def _queries_of_row(code: Code, given: dict[str, Value]) -> Value:
-    """Queries of a row that one key-value head answers."""
+    """Return the number of queries of a row that share a key-value head."""
     return code.mul(given["row_tokens"], code.sdiv(given["num_heads"], given["num_kv"]))
 
 
@@ -280,13 +282,13 @@ class _Unit(NamedTuple):
     Attributes:
         keys, values: the first row of the head, in this row of the batch.
         queries: the addresses of the queries, where their results go.
-        places: of the queries' own keys.
-        positions: of the queries.
-        count: of the queries.
+        places: places of the queries' own keys.
+        positions: positions of the queries.
+        count: number of the queries.
         window: how many positions a query sees, 0 for all.
         paths: the slots that each query sees from the root on.
-        num_behind: the space of a path.
-        root: the first slot whose place a path decides.
+        num_behind: number of slots that a path has room for.
+        root: the root's slot, from which on a path says which slot is next.
         laid, scores, sums, states: see `_lay`, `_scores`, `_values`, `_STATE`.
     """
 
@@ -306,13 +308,13 @@ class _Unit(NamedTuple):
     states: Value
 
     def slot_of(self, code: Code, query: Value, place: Value) -> Value:
-        """The slot of a place of a query's path; the last one's for places after it."""
+        """Return the slot of a place on a query's path; places after the end have the slot of the last one."""
         place = code.smaller(place, code.read(self.places, I64, query))
         of_path = code.add(code.mul(query, self.num_behind), code.larger(code.sub(place, self.root), 0))
         return code.select(code.icmp_signed("<", place, self.root), place, code.read(self.paths, I64, of_path))
 
     def line(self, code: Code, query: Value, place: Value = 0) -> Value:
-        """The scores of a query from a place of the chunk on."""
+        """Return the address of a query's scores, from a place of the chunk on."""
         return code.at(self.scores, code.add(code.mul(query, CHUNK), place), F32)
 
     def state(self, code: Code, query: Value) -> Value:
@@ -412,7 +414,7 @@ def _add_chunk(module: ir.Module, form: CacheFormat, head_dim: int) -> Value:
 
 
 def _fetch(code: Code, place: Value, num_bytes: int) -> None:
-    """Ask for rows that will be read, in the second-level cache; places beyond the end of the memory are allowed."""
+    """Prefetch rows into the second-level cache; addresses beyond the end of the memory are allowed."""
     with code.loop(0, num_bytes, _LINE) as (index,):
         hints = (constant(I32, hint) for hint in (0, 2, 1))  # to read, near, data
         code.intrinsic("llvm.prefetch.p0", ir.VoidType(), code.at(place, index), *hints)
@@ -429,7 +431,7 @@ def tiles(code: Code, count: Value, functions: dict[int, Value]) -> Iterator[tup
 
 
 def _range(code: Code, places: Value, positions: Value, count: Value, window: Value) -> tuple[Value, Value]:
-    """The first chunk that one of the queries sees, and the slot after the last that one sees."""
+    """Return the start of the first chunk that some query sees, and the slot after the last that some query sees."""
     with code.loop(0, count, 1, [code.read(positions, I64), code.read(places, I64)]) as values:
         position, place = (code.read(numbers, I64, values[0]) for numbers in (positions, places))
         values[1:] = [code.smaller(values[1], position), code.larger(values[2], place)]
@@ -440,9 +442,10 @@ def _range(code: Code, places: Value, positions: Value, count: Value, window: Va
 
 
 def _lay(module: ir.Module, form: CacheFormat, head_dim: int, *, by_rows: bool) -> Value:
-    """Transpose 16 keys, the last of which stands for missing ones: (keys, their number, space).
+    """Transpose 16 keys; if there are fewer, the last one is repeated: (keys, their number, space).
 
-    The scales of the keys, if they have some, come after them. `by_rows`, the first argument has their addresses.
+    The scales of the keys, if they have some, come after them. With `by_rows`, the first argument has the addresses of
+    the keys.
     """
     code, (keys, number, space) = Code.begin(module, "lay_path" if by_rows else "lay", [POINTER, I64, POINTER])
     last = code.sub(number, 1)
@@ -497,7 +500,7 @@ def _scores(module: ir.Module, form: CacheFormat, head_dim: int, num_queries: in
 def _soften(module: ir.Module, num_queries: int) -> Value:
     """Turn scores of a chunk into exponentials: (scores, their number, slots, positions, first slot, window, states).
 
-    Of several queries at once, since each step of one waits for the step before.
+    The function handles several queries at once, since each step of one query waits for the step before.
     """
     code, (scores, length, places, positions, chunk, window, states) = Code.begin(
         module, f"soften_{num_queries}", [POINTER, I64, POINTER, POINTER, I64, I64, POINTER]

@@ -1,7 +1,7 @@
 """Compiles kernels for this CPU and gives them to torch as operators, which traces call without Python.
 
-A kind of product takes about 0.6 s, once on a machine: code is kept in the user's cache folder. A kept file is used
-only if it and its folder belong to this user, who alone may write to them, and its first bytes are the hash of the
+A kind of product takes about 0.6 s to compile, once on a machine: code is kept in the user's cache folder. A file is
+used only if it and its folder belong to this user, who alone may write to them, and its first bytes are the hash of the
 rest.
 
 Code calls torch's stable C interface
@@ -67,7 +67,7 @@ def machine() -> binding.TargetMachine:
 
 @cache
 def _decides_code() -> str:
-    """All that decides a kernel's code: this CPU, LLVM, the sources of this package and of formats."""
+    """Return a text with all that a kernel's code depends on: this CPU, LLVM, and the sources of its writers."""
     sources = [file.read_text() for file in sorted(Path(__file__).parent.glob("*.py"))]
     sources += [inspect.getsource(module) for module in (formats, engine)]
     features = binding.get_host_cpu_features().flatten()
@@ -93,7 +93,7 @@ def add_operator(
     """Compile a module, and make a function of it the CPU kernel of `llama_ssp::name`, which is defined.
 
     Modules that are compiled later may call its `shared` functions, as `llama_ssp_{name}_{function}`. `key` holds what
-    else decides the code.
+    else the code depends on.
     """
     library = _library_of_torch()
     code = keep(name, _decides_code() + key, lambda: bytes(machine().emit_object(optimized(emit()))))
@@ -111,9 +111,9 @@ def add_operator(
 
 
 def keep(name: str, key: str, make: Callable[[], bytes]) -> bytes:
-    """The code that was kept under a name and a key; if there is none, make it, and keep it if that is possible.
+    """Return the code that was kept under a name and a key; if there is none, make it, and keep it if possible.
 
-    `key` holds whatever decides the code.
+    `key` holds whatever the code depends on.
     """
     folder = cache_dir() / "kernels"
     file = folder / f"{name}-{hashlib.sha256(key.encode()).hexdigest()[:32]}"

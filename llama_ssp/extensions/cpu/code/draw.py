@@ -1,4 +1,4 @@
-"""The draw of one token a row as torch calls it, in integers, to the ids of `sampling.processors.draw`.
+"""The draw of one token per row as torch calls it, in integers, with the same ids as `sampling.processors.draw`.
 
 Weights become whole numbers, whose sums are exact in any order: first the sums of all blocks of tokens, then of the
 tokens of the drawn block.

@@ -3,7 +3,7 @@
 A vector has 16 lanes whatever the CPU: LLVM cuts it where registers are shorter. No flag allows LLVM to reorder sums,
 so a kernel computes the same bits on every CPU with the same instructions.
 
-A Python number stands for a constant of the kind of the operands beside it; counts and places are `I64`.
+A Python number becomes a constant of the kind of the operands beside it; counts and indices are `I64`.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,7 +35,7 @@ def constant(kind: Value, number: float) -> Value:
 
 
 def _alike(values: Sequence[Value]) -> list[Value]:
-    """The same, with constants of the others' kind in place of numbers."""
+    """Return the values with numbers replaced by constants of the kind of the other values."""
     (kind, *_) = [value.type for value in values if not isinstance(value, (int, float))]
     return [constant(kind, value) if isinstance(value, (int, float)) else value for value in values]
 
@@ -93,7 +93,7 @@ class Code(ir.IRBuilder):  # type: ignore[misc]  # llvmlite comes without types
         stored.align = 1
 
     def prefetch(self, place: Value) -> None:
-        """Ask for the memory at an address, into the cache of this core; an address without memory does no harm."""
+        """Prefetch the memory at an address into the cache of this core; an address without memory does no harm."""
         is_read, level, is_data = (ir.Constant(I32, number) for number in (0, 2, 1))
         self.intrinsic("llvm.prefetch.p0", VOID, place, is_read, level, is_data)
 
@@ -103,7 +103,7 @@ class Code(ir.IRBuilder):  # type: ignore[misc]  # llvmlite comes without types
         return self.shuffled(self.insert_element(nothing, number, ir.Constant(I32, 0)), nothing, [0] * LANES)
 
     def shuffled(self, one: Value, other: Value, lanes: Sequence[int]) -> Value:
-        """Lanes of two vectors; the second's follow the first's."""
+        """Return lanes of two vectors; the numbers of the second's lanes follow the first's."""
         return self.shuffle_vector(one, other, ir.Constant(ir.VectorType(I32, len(lanes)), list(lanes)))
 
     def intrinsic(self, name: str, result: Value, *arguments: Value) -> Value:
@@ -149,7 +149,7 @@ class Code(ir.IRBuilder):  # type: ignore[misc]  # llvmlite comes without types
         return self.select(self.icmp_signed("<", one, other), one, other)
 
     def is_there(self, pointer: Value) -> Value:
-        """Whether a pointer is none but `NO_POINTER`."""
+        """Whether a pointer is not `NO_POINTER`."""
         return self.icmp_unsigned("!=", self.ptrtoint(pointer, I64), 0)
 
     def stored(self, names: Mapping[str, Value], given: Mapping[str, Value]) -> Value:
@@ -166,7 +166,7 @@ class Code(ir.IRBuilder):  # type: ignore[misc]  # llvmlite comes without types
         }
 
     def widened(self, dtype: str | None, place: Value, index: Value | None = None) -> Value:
-        """16 numbers of a format of torch as fp32, which None stands for; E4M3 by `from_e4m3`."""
+        """Return 16 numbers of a torch format (None: fp32) as fp32; those of E4M3 by `from_e4m3`."""
         if dtype is None:
             return self.read(place, F32S, index)
         if dtype == "float16":
@@ -177,7 +177,7 @@ class Code(ir.IRBuilder):  # type: ignore[misc]  # llvmlite comes without types
         return self.sitofp(self.sext(codes, I32S), F32S) if dtype == "int8" else self.from_e4m3(codes)
 
     def scales_of(self, x: Value, count: Value, limit: float) -> tuple[Value, Value]:
-        """The scale with which the largest size of numbers stands as `limit`, and its inverse as a vector; 0 for 0."""
+        """Return the scale from `limit` to the largest magnitude of numbers, and its inverse in a vector; 0 for 0."""
         with self.loop(0, count, LANES, [constant(F32S, 0.0)]) as values:
             size = self.intrinsic("llvm.fabs.v16f32", F32S, self.read(x, F32S, values[0]))
             values[1] = self.maximum(values[1], size)
@@ -199,7 +199,7 @@ class Code(ir.IRBuilder):  # type: ignore[misc]  # llvmlite comes without types
         return self.lshr(self.add(bits, self.add(odd, 2 ** (number - 1) - 1)), number)
 
     def exponential(self, x: Value) -> Value:
-        """e^x of a vector to the last bit or two; the ends of its range stand for numbers beyond.
+        """Return e^x of a vector, exact to the last bit or two; numbers beyond the range get the result at its end.
 
         Source: the polynomial of expf in Cephes.
         """
@@ -271,11 +271,11 @@ class Operator:
         self._lists: list[Value] = []
 
     def argument(self, place: int, kind: Value = I64) -> Value:
-        """A tensor, or a number after the tensors."""
+        """Return an argument: a tensor, or one of the numbers, which come after the tensors."""
         return self.code.load(self.code.at(self._stack, place, I64), typ=kind)
 
     def list_of(self, place: int) -> Value:
-        """A list of tensors after the tensors."""
+        """Return an argument that is a list of tensors; such lists come after the tensors."""
         self._lists.append(self.argument(place, POINTER))
         return self._lists[-1]
 
@@ -302,7 +302,7 @@ class Operator:
         return self.code.select(is_empty, NO_POINTER, self.pointer(tensor))
 
     def size(self, tensor: Value, dim: int) -> Value:
-        """Its size in a dimension."""
+        """Return a tensor's size in a dimension."""
         return self.code.read(self.ask("aoti_torch_get_sizes", tensor), I64, dim)
 
     def empty(self, *sizes: Value, kind: Value = FLOAT32) -> Value:
@@ -321,7 +321,7 @@ class Operator:
         self.code.intrinsic("torch_parallel_for", I32, 0, count, grain, part, words)
 
     def give(self, result: Value) -> None:
-        """Leave a result, free all other tensors, and end the function."""
+        """Return a result to torch, free all other tensors, and end the function."""
         code = self.code
         for tensor in self._owned:
             if tensor is not result:

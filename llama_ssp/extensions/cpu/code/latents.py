@@ -2,10 +2,10 @@
 
     unit    some queries of a row: with few queries as many as keep all threads busy, else 48
 
-Of a unit latents are taken in chunks of 128 slots, from slot 0 on; chunks that no query of the unit sees are passed
-over. Of a chunk 16 latents at a time are transposed with their rotary keys, so that a vector is one dimension of 16
-slots and no sum crosses lanes. Then come the exponentials under the largest score so far, and the latents once more, as
-values, one slot after the other. So the sums of a query take the same steps whatever else is computed.
+For a unit, latents are read in chunks of 128 slots, from slot 0 on; chunks that no query of the unit sees are skipped.
+In a chunk, 16 latents at a time are transposed with their rotary keys, so that a vector is one dimension of 16 slots
+and no sum crosses lanes. Then scores are turned into exponentials relative to the largest score so far, and the latents
+are read again, as values, one slot after the other. So a query's sums take the same steps whatever else is computed.
 
 Rows are in the cache as its format has them (`parts.KeptRows`), and are widened in registers. Scales are multiplied
 into what is laid out, and into the weights of values.
@@ -79,12 +79,12 @@ class _Unit(NamedTuple):
     """The arguments of a unit, and the memory that it computes in.
 
     Attributes:
-        count: of its queries.
-        queries, sums: of the first one.
+        count: number of its queries.
+        queries, sums: the addresses of the first query and of its sums.
         masks: the addresses of the queries' lines of the mask.
-        latents, rotary: of the row's first slot.
-        slot_bytes: from a slot to the next.
-        scale: of scores.
+        latents, rotary: the addresses of both parts of the row's first slot.
+        slot_bytes: bytes from a slot to the next.
+        scale: factor of scores.
         laid, scales, scores, states: see `_lay`, `_scores`, `_STATE`.
     """
 
@@ -106,7 +106,7 @@ class _Unit(NamedTuple):
         return code.at(self.states, code.mul(query, _STATE), F32)
 
     def line(self, code: Code, query: Value, place: Value = 0) -> Value:
-        """The scores of a query from a place of the chunk on."""
+        """Return the address of a query's scores, from a place of the chunk on."""
         return code.at(self.scores, code.add(code.mul(query, _CHUNK), place), F32)
 
 
@@ -164,7 +164,7 @@ def _is_seen(code: Code, masks: Value, number: Value, chunk: Value, length: Valu
 
 
 class _Functions(NamedTuple):
-    """The functions of a chunk, by numbers of queries but for the first."""
+    """The functions that compute a chunk; all but the first are given by their number of queries."""
 
     lay: Value
     scores_of: dict[int, Value]
@@ -173,7 +173,7 @@ class _Functions(NamedTuple):
 
     @classmethod
     def of(cls, module: ir.Module, form: CacheFormat, rank: int, rotary: int) -> "_Functions":
-        """Write them."""
+        """Write the functions into a module."""
         return cls(
             _lay(module, form, (rank, rotary)),
             {number: _scores(module, rank + rotary, number) for number in _SIZES},
@@ -185,7 +185,7 @@ class _Functions(NamedTuple):
 def _add_chunk(
     code: Code, unit: _Unit, chunk: Value, length: Value, held: Value, *, functions: _Functions, rank: int, width: int
 ) -> None:
-    """Add a chunk of `length` slots, of which `held` are there, to the sums of a unit."""
+    """Add a chunk of `length` slots, of which the cache has `held`, to the sums of a unit."""
     parts = [code.at(part, code.mul(chunk, unit.slot_bytes)) for part in (unit.latents, unit.rotary)]
     with code.loop(0, length, LANES) as (block,):
         there = [code.at(part, code.mul(block, unit.slot_bytes)) for part in parts]
@@ -206,7 +206,7 @@ def _add_chunk(
 
 
 def _lay(module: ir.Module, form: CacheFormat, widths: Sequence[int]) -> Value:
-    """Transpose 16 latents and rotary keys, the last of which stands for missing ones.
+    """Transpose 16 latents and rotary keys; if there are fewer, the last one is repeated.
 
     (latents, rotary keys, bytes of a slot, their number, space, scales of the latents).
     """
@@ -252,7 +252,7 @@ def _scores(module: ir.Module, width: int, num_queries: int) -> Value:
 def _soften(module: ir.Module, num_queries: int, *, is_scaled: bool) -> Value:
     """Turn products of a chunk into weights of values: (products, their number, masks, chunk, scale, scales, states).
 
-    `is_scaled`, the exponentials are multiplied by the scales of the values.
+    With `is_scaled`, the exponentials are multiplied by the scales of the values.
     """
     kinds = [POINTER, I64, POINTER, I64, F32, POINTER, POINTER]
     code, (scores, length, masks, chunk, scale, scales, states) = Code.begin(module, f"soften_{num_queries}", kinds)

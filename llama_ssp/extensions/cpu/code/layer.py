@@ -9,8 +9,8 @@
     down     blocks of 16 outputs              gated, middle    y, the x of the next layer
 
 The steps run the functions of `linear` and `attention`, which the operators of a product and of attention run
-too, so the bits are the same. Each thread norms and quantizes a few rows for itself; threads share more of them, in a
-step of its own before each product.
+too, so the bits are the same. Each thread norms and quantizes a few rows for itself; if there are more rows, threads
+divide them, in a separate step before each product.
 
 Threads share a step: each takes the next units until none is left, then waits for the others. libgomp needs some
 microseconds to begin and to end a parallel region, and torch to call an operator, as much as a small product takes.
@@ -53,7 +53,7 @@ _AT_ONCE = 8
 """Blocks of outputs that a thread takes at a time, as many as a product needs to hide the latency of a sum."""
 _MOST_THREADS = 2**10
 _MOST_ALONE = 16
-"""The most rows that each thread prepares for itself: to do it again takes less time than to meet."""
+"""The most rows that each thread prepares for itself: repeating the work takes less time than waiting for others."""
 
 _OPERANDS = tuple(f"{name}_{part}" for name in PRODUCTS for part in PARTS)
 """Operands of a layer, in the order in which the operator gets them."""
@@ -68,7 +68,7 @@ _CONTEXT |= dict.fromkeys((f"{name}_{size}" for name in PRODUCTS for size in _SI
 """Words that the threads share; `own` are the addresses of each layer's cache and operands."""
 _OF_LAYER = dict.fromkeys(("cache", *_OPERANDS), POINTER)
 COUNTERS = 16
-"""Words of a step: how many units are taken, and in another line of the cache, how many are done and who sleeps."""
+"""Words of a step: how many units are begun and, in another cache line, how many are done and who sleeps."""
 _OF_STEPS = len(STEPS + PREPARATIONS) * COUNTERS
 """Words of the steps of a layer; after all layers there are as many again, of which the last meeting takes some."""
 _LINE = 8
@@ -219,7 +219,7 @@ def _layer(
     """The steps of one layer."""
 
     def multiply(name: str, x: str, y: str, residual: Value = NO_POINTER) -> None:
-        """One product, of rows that this thread prepares for itself, or all threads together."""
+        """Write one product; each thread prepares the rows for itself, or all threads divide them."""
         gates, no_square = (constant(I64, number) for number in (int(name == "gated"), 0))
         needs = {part: given[f"{name}_{part}"] for part in (*PARTS, *_SIZES)}
         needs |= {
@@ -255,7 +255,7 @@ def _layer(
 
 @contextmanager
 def units(code: Code, counters: Value, count: Value, grain: Value) -> Iterator[tuple[Value, Value]]:
-    """The body is run for units from the first number to the second; after it all threads' units are done."""
+    """Run the body for ranges of units (first, end) until none is left, then wait until all threads' units are done."""
     head, body, after = (code.append_basic_block(name) for name in ("take", "work", "wait"))
     code.branch(head)
     code.position_at_end(head)

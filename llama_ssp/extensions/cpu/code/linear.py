@@ -16,8 +16,8 @@ no sum crosses lanes. The sum of an output of a row therefore takes the same ste
     dots      block 0: | output 0: inputs 0-3 | output 1: inputs 0-3 | ...  | output 0: inputs 4-7 | ...
     others    block 0: | input 0: 16 outputs | input 1: 16 outputs | ...    block 1: ...
 
-Operations around a product join it: before it the RMS norm of the rows, after it bias and residual, or the gate of
-the MLP, whose gate and up blocks alternate.
+A product includes the operations around it: before it the RMS norm of the rows, after it bias and residual, or the
+gate of the MLP, whose gate and up blocks alternate.
 
 A block has as many groups as the second dimension of the weights. Of `nibbles`, whose groups have 32 inputs or a
 multiple, a word of 32 bits holds eight inputs of an output, the first in its lowest bits, and a vector the words of a
@@ -31,7 +31,8 @@ Of `fp8` the words are scales, and the 16 outputs of each input follow. `from_e4
 and the scales make up for it. Of `mxfp4` and `nvfp4` the words are bytes, scales in E8M0 and E4M3, and an output has a
 scale as well.
 
-Rows are normed and quantized before the product: few by the thread that calls, many by all. Memory comes from torch.
+Rows are normed and quantized before the product: a few rows by the calling thread, more by all threads. Torch
+allocates the memory.
 
 Shapes: M rows, I inputs, O outputs.
 """
@@ -65,13 +66,13 @@ _VALUE_BITS = {FP32: 32, FP16: 16, BYTES: 8, DOTS: 8, E4M3: 8, NIBBLES: 4, E2M1:
 _DTYPES = {FP32: None, FP16: "float16", BYTES: "int8", E4M3: E4M3_DTYPE}
 _ONE_SCALE = {FP32, FP16, E4M3, NIBBLES}
 _BLOCKS = {1: 8, 2: 8, 3: 4, 4: 4, 5: 4, 6: 4}
-"""Blocks whose sums stay in registers, by number of rows; more rows are cut. 8 accumulators hide the latency of one."""
+"""Blocks whose sums stay in registers, by number of rows; more rows are divided. 8 accumulators hide one's latency."""
 _FEW_BLOCKS = {1: 4, 2: 2, 3: 1, 4: 1, 5: 1, 6: 1}
-"""The same where a block's sums take two registers of 16, or four of 32: AVX2, NEON."""
+"""The same numbers where a block's sums take two of 16 registers (AVX2), or four of 32 (NEON)."""
 _UNROLLED = 2
 _LINE_BYTES = 64
 _CHUNK = 8
-"""Blocks that meet all rows before the next ones are read."""
+"""Number of blocks that are multiplied with all rows before the next ones are read."""
 
 CONTEXT = dict.fromkeys(("weights", "rows", "y", "scales", "bias", "residual", "row_scales", "row_sums"), POINTER)
 CONTEXT |= dict.fromkeys(("num_rows", "num_inputs", "num_outputs", "num_groups", "gates"), I64)
@@ -80,7 +81,7 @@ _UNPREPARED = dict.fromkeys(("x", "space", "norm"), POINTER)
 _UNPREPARED |= dict.fromkeys(("least_square", "num_rows", "num_inputs"), I64)
 """Words that the threads share which norm and quantize its rows."""
 SERIAL = 2**16
-"""The most multiplications, and weights that are read, for which a further thread does not pay."""
+"""The most multiplications, and weights that are read, for which one more thread does not pay."""
 _INPUTS_OF_WORD = 8
 _CODE_BITS, _MIDDLE = 4, 8
 _NUMBERS = {NIBBLES: [code - _MIDDLE for code in range(LANES)], E2M1: FP4_NUMBERS}
@@ -328,7 +329,7 @@ def _finish(module: ir.Module, product: Product) -> Value:
 
 
 def _plus(code: Code, value: Value, added: Value, index: Value) -> Value:
-    """Add a vector, if there is one."""
+    """Add the vector at an address, if there is one."""
     before = code.block
     with code.if_then(code.is_there(added)):
         more = code.fadd(value, code.read(added, F32S, index))

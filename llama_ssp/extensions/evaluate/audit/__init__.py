@@ -1,1 +1,1 @@
-"""`task=audit`: has a server's text the target's law? The sums of `suite=distribution` judge it."""
+"""`task=audit`: tests whether a server's texts have the target's law, with the sums of `suite=distribution`."""

@@ -1,6 +1,6 @@
-"""The requests to a server, and its answers on rank 0: kept in the run folder as they come, each once.
+"""The requests to a server, and its answers on rank 0, each of which is kept in the run folder once, as it comes.
 
-A key names the check that a request is for and its number. A resumed audit asks what has no answer yet.
+A request's key names the check that it is for, and its number. A resumed audit repeats the requests without an answer.
 """
 
 import json
@@ -39,21 +39,21 @@ from llama_ssp.types import Parsed
 
 BASELINE, OTHER_SEEDS, ANSWERS = "baseline", "other seeds", "answers.jsonl"
 NUM_SCORED, NUM_REPEATED, NUM_STOPPED = 64, 4, 8
-"""Texts with log-probabilities, texts that are asked for again, and texts with a stop."""
+"""Numbers of texts with log-probabilities, of texts that are requested again, and of texts with a stop."""
 _BITS = (0, 1, 1 << 8, 1 << 16, 1 << 24, 1 << 30, (1 << 30) + 1)
-"""By which seeds of one prompt differ: a server that drops the first or last bits of a seed gives one text twice."""
+"""Differences of the seeds of one prompt: a server that drops a seed's first or last bits returns one text twice."""
 PROCESSED_TOKENS, NUM_PROCESSED, _NUM_BIASED, _ENDING = 16, 32, 100, 100.0
 _OF_TEMPERATURE = 0.2
-"""Of the tokens of the law, as many more show a temperature that is rounded."""
+"""Tokens that are requested in addition to show a rounded temperature, as a share of those for the law."""
 MOST_END, MOST_READ = 200, 400_000
-"""Texts at the end of the context, and tokens that the server reads for them."""
+"""The most texts at the end of the context, and the most tokens that the server reads for them."""
 _OF_BODY: dict[str, Any] = {
     **{one.name: None for one in filters()},
     **{one.name: one.off for one in penalties()},
     "logit_bias": {},
     "min_new_tokens": None,
 }
-"""Settings of sampling that requests have, and the values that are left out."""
+"""Settings of sampling that requests have, with the values at which they are left out."""
 _EXTRAS: dict[str, Any] = {
     "return_token_ids": True,
     "return_tokens_as_token_ids": True,
@@ -66,7 +66,7 @@ _FEWER_LOGPROBS = 5
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """Facts that a server has shown: the fields that it takes, its model's name, its context, its maker."""
+    """Facts that a server has shown: the fields that it takes, its model's name, context and owner."""
 
     name: str
     served: str
@@ -78,7 +78,7 @@ class Facts:
 
 @dataclass(frozen=True, kw_only=True)
 class Gathered:
-    """The answers of the servers by key; a text stands for a refusal, which it explains."""
+    """The answers of the servers by key; a refusal is a text with its reason."""
 
     answers: Mapping[str, Answered | str]
     prompts: Mapping[str, tuple[int, ...]]
@@ -88,18 +88,18 @@ class Gathered:
     served: str
 
     def of(self, check: str) -> list[tuple[tuple[int, ...], Answered]]:
-        """The prompts and answers of a check, in their order."""
+        """Return the prompts and answers of a check, in their order."""
         keys = [key for key in self.prompts if key.rpartition("/")[0] == check]
         return [(self.prompts[key], one) for key in keys if isinstance(one := self.answers.get(key), Answered)]
 
     def refusal(self, check: str) -> str | None:
-        """Why the server does not answer a check."""
+        """Return why the server refuses the requests of a check; None if it answers."""
         of_check = (one for key, one in self.answers.items() if key.rpartition("/")[0] == check)
         return next((one for one in of_check if isinstance(one, str)), None)
 
 
 def plain(sampling: SamplingConfig) -> SamplingConfig:
-    """The model's own law."""
+    """Return the sampling of the model's own law, without processors."""
     return replace(sampling, temperature=1.0, from_model=[], **_OF_BODY)
 
 
@@ -117,9 +117,9 @@ Settings = tuple[SamplingConfig, dict[str, SamplingConfig]]
 
 
 def processors(session: Session, requests: Sequence[PromptRequest]) -> dict[str, Settings]:
-    """Settings with one checked setting each, strong enough to show in a few hundred tokens, and faulty ones by words.
+    """Return, for each checked setting, sampling with it alone and the sampling of possible faults, by their names.
 
-    The first fault is that the setting is ignored.
+    The setting is strong enough to show in a few hundred tokens. The first fault is that it is ignored.
     """
     base, eos_ids = plain(session.config.sampling), session.models.eos_ids
     found = {name: with_value(base, name, value) for name, value in PROCESSORS.items()}
@@ -154,7 +154,7 @@ class Asker:
         requests: Sequence[PromptRequest] = (),
         seed: int | None = None,
     ) -> list[Ask]:
-        """Texts of `num` tokens, all prompts by turns, of which the first ones have log-probabilities."""
+        """Return requests for texts of `num` tokens, for all prompts in turn; the first ones want log-probabilities."""
         requests, found = requests or self._requests, list[Ask]()
         for number in range(num_texts):
             request, key = requests[number % len(requests)], f"{check}/{number}"
@@ -169,7 +169,7 @@ class Asker:
         return found
 
     def texts(self, check: str, *, seed: int) -> list[Ask]:
-        """The texts whose law is judged."""
+        """Return the requests for texts whose law is judged."""
         config, num = self._config, self._config.max_new_tokens
         num_texts = math.ceil(self._task.tokens / num)
         if not {LAW, FIRST, TOKENS, SWAPPED} & {*self._checks}:  # how the server rounds is all that is asked
@@ -177,7 +177,7 @@ class Asker:
         return self._asks(check, config.sampling, num=num, num_texts=num_texts, num_scored=NUM_SCORED, seed=seed)
 
     def others(self) -> list[Ask]:
-        """The texts of all other checks that need no answers first."""
+        """Return the requests of all other checks that do not depend on earlier answers."""
         greedy, found = replace(plain(self._config.sampling), temperature=0.0), list[Ask]()
         if GREEDY in self._checks:
             found = self._asks(GREEDY, greedy, num=self._config.max_new_tokens, num_texts=len(self._requests))
@@ -200,7 +200,7 @@ class Asker:
         return found + (self._at_the_end() if END in self._checks else [])
 
     def _at_the_end(self) -> list[Ask]:
-        """Texts that fill the context, after one long prompt; none if the context is not known."""
+        """Return requests for texts that fill the context, after one long prompt; none if the context is not known."""
         context, num = self._task.context or self._facts.context, self._config.most_draft_tokens + 2
         if not context or not self._facts.takes_ids:
             return []
@@ -212,7 +212,7 @@ class Asker:
         return self._asks(END, self._config.sampling, num=num, num_texts=number, num_scored=number, requests=long)
 
     def again(self, known: Mapping[str, Answered | str]) -> list[Ask]:
-        """Texts that are asked for again, alone, and texts that a stop should end."""
+        """Return requests that repeat earlier ones, alone, and requests for texts that a stop string should end."""
         sampling, num, found = self._config.sampling, self._config.max_new_tokens, list[Ask]()
         if SEEDS in self._checks:
             found = self._asks(SEEDS, sampling, num=num, num_texts=NUM_REPEATED)
@@ -228,7 +228,7 @@ class Asker:
 
 
 def probe(client: Client, session: Session, request: PromptRequest, reader: TextReader) -> Facts:
-    """Find the fields that a server takes; raises ConfigError for a server that reads another prompt."""
+    """Find the fields that a server takes; raises ConfigError for a server that reads a prompt in other tokens."""
     name, context, maker = shown_model(client, settings_of(session.config).served_name)
     name = name or session.config.model.label
     extras, takes_ids, answer = taken(client, name, [*request.prompt_ids], request.prompt)
@@ -244,7 +244,7 @@ def probe(client: Client, session: Session, request: PromptRequest, reader: Text
 
 
 def shown_model(client: Client, name: str | None) -> tuple[str | None, int | None, str | None]:
-    """The name of a server's model, unless it is given, its context and its maker, as far as the server says."""
+    """Return the given or stated name of a server's model, its context and its owner, as far as the server says."""
     context = maker = None
     with suppress(RefusedError, KeyError, IndexError, TypeError, AttributeError):
         model = client.get("/models")["data"][0]
@@ -255,7 +255,7 @@ def shown_model(client: Client, name: str | None) -> tuple[str | None, int | Non
 
 
 def taken(client: Client, name: str, ids: Sequence[int], text: str) -> tuple[dict[str, Any], bool, dict[str, Any]]:
-    """The fields that a server takes besides OpenAI's, whether it takes the prompt as ids, and its answer."""
+    """Return the fields that a server takes besides OpenAI's, whether it takes a prompt as ids, and its answer."""
     extras, takes_ids = dict(_EXTRAS), bool(ids)
     while True:
         body = {"model": name, "prompt": ids if takes_ids else text, "max_tokens": 1, "temperature": 1.0}
@@ -277,7 +277,7 @@ def taken(client: Client, name: str, ids: Sequence[int], text: str) -> tuple[dic
 
 
 def gather(session: Session, requests: Sequence[PromptRequest]) -> Gathered:
-    """Ask the servers, on rank 0, until all is answered, a bound is reached, or the run is to stop."""
+    """Ask the servers, on rank 0, until they have answered all requests, a bound is reached, or the run is to stop."""
     config, task, folder = session.config, settings_of(session.config), session.folder
     assert folder
     models, known = session.models, dict[str, Answered | str]()

@@ -1,10 +1,10 @@
 """The checks of an audit: pure functions of what a server has answered and what the target says of it; without torch.
 
-Rounding of another number format is no fault. The log-probabilities that a server returns say how far its own law
-moves each sum; with a given total variation t instead, a law within t moves the expectation of a score at a place by t
-times the score's range at most. What a sum has beyond that is judged.
+Rounding in another number format is no fault. The log-probabilities that a server returns tell how far its own law
+moves each sum. If instead a total variation t is given, a law within t moves the expectation of a score at a position
+by at most t times the score's range. Only what a sum has beyond these bounds is judged.
 
-A processor is judged by a test martingale. With p the law that was asked for and r the one without the processor, a
+A processor is judged by a test martingale. With p the requested law and r the one without the processor, a
 token has the factor r / ((1 - e) p + e r), whose expectation under p is at most 1, and under a law within t of p at
 most 1 + t / e, since it is at most 1 / e. By Ville's inequality its product over all tokens exceeds 1 / alpha with
 probability alpha at most. The same with p and r exchanged shows that a processor is there.
@@ -29,18 +29,18 @@ HELD, FAILED, UNKNOWN, NOTED = "held", "failed", "could not judge", "noted"
 OF_LAW, OF_END = FALSE_ALARM_RATE / 2 / len(SCORES), FALSE_ALARM_RATE / 4 / len(SCORES)
 OF_FIRST = FALSE_ALARM_RATE / 32 / len(SCORES)
 OF_SWAPS, OF_PROCESSORS, OF_TOKENS, OF_SEEDS = (FALSE_ALARM_RATE / share for share in (16, 8, 64, 64))
-"""Shares of the rate of false alarms: of each sum, of the swap test, of all processors, tokens and pairs of seeds."""
+"""Shares of the rate of false alarms: the swap test's, and those of all processors, tokens and pairs of seeds."""
 MOST_ROUNDING = 0.1
 """Total variation that no number format explains."""
 _OTHER_MODEL = 1.0
-"""Nats of each token by which texts of another model are more improbable than the target's own."""
+"""Nats per token by which texts are less probable than the target's own if another model wrote them."""
 _OF_OTHER, _OF_OTHER_ROUNDED, _SAME, _MOST_EXPONENT = 0.02, 0.5, 1e-4, 500.0
-"""e, and where the laws differ by rounding; total variation of the same number format."""
+"""e, and its value where laws differ by rounding; total variation in the same number format; the largest exponent."""
 _COOLER, _MOST_FAR = 0.1, 0.01
-"""A temperature that is x 0.9, and the share of places where rounding may be larger than MOST_ROUNDING."""
+"""The fault of a temperature times 0.9, and the share of places where rounding may exceed MOST_ROUNDING."""
 _MOST_SLOPE, _LEAST_ALIKE, _NUM_ERRORS, _LEAST_PLACES = 0.02, 0.95, 5.0, 50
 _FACTORS, _MOST_SPREAD = (0.0, 0.5, 2.0), 2.0
-"""How many times as often as expected a token comes, and the most that rounding explains."""
+"""Factors f by which a token may come more or less often than expected, and the most that rounding explains."""
 _STEPS = 40
 _END = -1
 
@@ -54,9 +54,9 @@ class Finding(NamedTuple):
 
 
 def judge_sums(check: str, sums: Mapping[str, Sum], rounding: Mapping[str, float] | None, *, least_p: float) -> Finding:
-    """Judge sums of texts, and say what they would have found.
+    """Judge sums of texts, and name the faults that they would have found.
 
-    `rounding` is how far it may have moved each sum, None if not known.
+    `rounding` says how far rounding may have moved each sum; None if that is not known.
     """
     varying = {name: one for name, one in sums.items() if one.varies}
     if not varying:
@@ -81,7 +81,7 @@ def judge_sums(check: str, sums: Mapping[str, Sum], rounding: Mapping[str, float
 
 
 def tolerated(sums: Mapping[str, Sum], variation: float) -> dict[str, float]:
-    """The most by which a law at this total variation may move each sum."""
+    """Return the most by which a law at this total variation may move each sum."""
     return {name: variation * one.range for name, one in sums.items()}
 
 
@@ -106,7 +106,7 @@ def _missed(sums: Mapping[str, Sum], rounding: Mapping[str, float], *, least_p: 
 
 
 def between(first: Mapping[str, Sum], second: Mapping[str, Sum], *, factor: float) -> dict[str, Sum]:
-    """The sums of texts less a baseline's sums, which share their rounding; `factor` makes up for its size."""
+    """Return the sums of texts minus those of a baseline with the same rounding; `factor` makes up for its size."""
     return {
         name: replace(
             one,
@@ -134,8 +134,8 @@ def judge_processor(
 ) -> Finding:
     """Judge a processor by log-probabilities of tokens, under the law that was asked for and under faulty ones.
 
-    They have a name, and in the first the processor is ignored; `num` is how many processors and other faults are
-    judged. `variation` is that of rounding, None if not known.
+    Faulty laws have names, and in the first the processor is ignored. `num` is the number of processors and other
+    faults that are judged. `variation` is the total variation by rounding, None if that is not known.
     """
     most = MOST_ROUNDING if variation is None else variation
     share = _OF_OTHER if most < _SAME else _OF_OTHER_ROUNDED
@@ -165,10 +165,10 @@ def judge_processor(
 def judge_tokens(
     came: Mapping[int, int], expected: Mapping[int, float], *, vocab_size: int, variation: float | None
 ) -> Finding:
-    """Judge how often each token came in all places, by products of f^(it came) exp((1 - f) p) for some f.
+    """Judge how often each token came at all positions, by products of f^(it came) exp((1 - f) p) for some f.
 
-    With p its probability at each place, these have expectation 1 at most too; f = 0 shows a token that never comes.
-    `variation` is that of rounding, None if not known.
+    With p the token's probability at each position, the expectation of a product is at most 1 too. f = 0 shows a token
+    that never comes. `variation` is the total variation by rounding, None if that is not known.
     """
     spread = 1.0 if variation is not None and variation < _SAME else _MOST_SPREAD
     needed = math.log(len(_FACTORS) * vocab_size / OF_TOKENS)
@@ -188,11 +188,11 @@ def judge_tokens(
 
 
 def judge_log_probs(pairs: Sequence[tuple[Scored, TokenLogprob]]) -> tuple[Finding, float | None]:
-    """Judge returned log-probabilities against the target's own; returns the largest total variation too.
+    """Judge returned log-probabilities against the target's own; returns the largest total variation as well.
 
-    It is over the most probable tokens that both name and the rest, and at least what the text's token alone shows.
-    Rounding leaves the slope of the one in the other at 1; another temperature does not. Raises ConfigError where they
-    are hardly alike: another model.
+    The variation is computed over the most probable tokens that both sides name and the rest as one, and is at least
+    what the text's token alone shows. Rounding leaves the slope of a regression of one side on the other at 1; another
+    temperature does not. Raises ConfigError if the two hardly correlate: the server has another model.
     """
     distances, slopes = list[float](), list[tuple[float, float, float]]()
     own_apart = [abs(scored.own - known.logprob) for scored, known in pairs]
@@ -277,8 +277,9 @@ def _ends_elsewhere(stop: str, answer: Answered, whole: Answered, decode: Callab
 def judge_seeds(pairs: Sequence[tuple[Answered, Answered]], texts: Sequence[tuple[Hashable, float]]) -> Finding:
     """Compare texts of one seed, under load and alone; rounding that depends on the batch may change them.
 
-    `texts`, of seeds that all differ, have a log-probability, and are equal if their prompts are too. Two are one text
-    of a log-probability below log(alpha / pairs) with probability alpha at most; rounding may double it.
+    `texts` come from different seeds: each has a value to compare, equal only for equal prompts, and a log-probability.
+    With probability at most alpha, two of them are equal at a log-probability below log(alpha / pairs); rounding may
+    double this.
     """
     same = sum(first.ids == second.ids and first.text == second.text for first, second in pairs)
     said = f"{same} of {len(pairs)} texts of a seed are the same alone as among others"
@@ -315,7 +316,7 @@ def judge_swaps(prompts: Sequence[Sequence[tuple[Answered, Answered]]]) -> Findi
 
 
 class SeenContext(NamedTuple):
-    """A text before a token, and how often the token came and should have come."""
+    """A context and a token after it, with how often the token came and how often it should have come."""
 
     before: tuple[int, ...]
     token: int
@@ -327,7 +328,10 @@ class SeenContext(NamedTuple):
 def worst_contexts(
     texts: Sequence[tuple[Sequence[int], Sequence[int], Sequence[float]]], *, num: int = 3, least: int = 20
 ) -> list[SeenContext]:
-    """Find the contexts, of prompts, texts and log-probabilities, that came at least `least` times and differ most."""
+    """Find the contexts that came at least `least` times and whose next tokens differ most from what is expected.
+
+    `texts` has prompts, new tokens and their log-probabilities.
+    """
     came, known = Counter[tuple[tuple[int, ...], int]](), dict[tuple[tuple[int, ...], int], float]()
     totals = Counter[tuple[int, ...]]()
     for prompt, ids, log_probs in texts:

@@ -1,7 +1,7 @@
-"""Asks servers with OpenAI's interface for completions: bounded, several at a time, each answer once.
+"""Asks servers with OpenAI's interface for completions: several at a time, within bounds, each answer once.
 
-A request that finds no answer (a lost connection, status 429 or 5xx) is repeated; its key keeps it from being counted
-twice. Redirections are not followed: only the hosts that the user has typed are asked.
+A request without an answer (a lost connection, status 429 or 5xx) is repeated; its key keeps it from being counted
+twice. Redirections are not followed, so only the hosts that the user has typed get requests.
 """
 
 import http.client
@@ -33,11 +33,11 @@ class Ask(NamedTuple):
 
 
 class RefusedError(Exception):
-    """A request that the server understands and does not answer, with its reason."""
+    """Raised for a request that the server understands and refuses, with the server's reason."""
 
 
 class Bounds:
-    """The requests and the time that are left, for all threads; counts the repeated requests."""
+    """The number of requests and the time that all threads have left; counts repeated requests."""
 
     def __init__(self, *, requests: int, minutes: float) -> None:
         self._left, self._end_s, self._lock = requests, time.monotonic() + 60 * minutes, threading.Lock()
@@ -45,7 +45,7 @@ class Bounds:
 
     @property
     def are_reached(self) -> bool:
-        """Whether nothing more may be asked."""
+        """Whether no more request may be made."""
         return self._left <= 0 or time.monotonic() > self._end_s
 
     def take(self, *, again: bool) -> bool:
@@ -69,7 +69,7 @@ class Client:
             self._headers["authorization"] = f"Bearer {key}"
 
     def get(self, path: str) -> Parsed:
-        """The JSON of a path."""
+        """Return the JSON that the server has at a path."""
         return self._answer("GET", path, None)
 
     def complete(self, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -128,10 +128,10 @@ def _reason_of(text: bytes) -> str:
 def answers(
     client: Client, asks: Iterable[Ask], *, concurrency: int, stops: Callable[[], bool]
 ) -> Iterator[tuple[Ask, dict[str, Any] | RefusedError]]:
-    """Yield requests with their answers, as these come; raises as `Client`.
+    """Yield requests with their answers, as these come; raises the errors of `Client`.
 
-    Once `stops` says so, it starts no further request and waits for the running ones. It leaves out requests that a
-    bound of the client leaves without an answer.
+    Once `stops()` is true, no new request starts, and the running ones are waited for. Requests without an answer
+    because of a bound of the client are left out.
     """
 
     def answer(ask: Ask) -> dict[str, Any] | RefusedError:

@@ -28,12 +28,12 @@ LAW, FIRST, TOKENS, LOG_PROBS, GREEDY, END, STOPS, SEEDS, SWAPPED = (
     "swaps",
 )
 TEMPERATURE, ROUNDED = "temperature", (0.2, 0.3)
-"""Of the setting below, what it is if a server rounds it to one decimal."""
+"""The name of the temperature, and the values that the one below becomes if a server rounds it to one decimal."""
 PROCESSORS = {
     TEMPERATURE: 0.25,
     **{one.name: one.audited for one in (*filters(), *penalties()) if one.audited is not None},
 }
-"""Settings that are asked for one at a time, besides biases and the end of a text."""
+"""Settings that are checked one at a time, with their values; biases and the end of a text are checked too."""
 BIASES, MIN_TOKENS = "logit_bias", "min_tokens"
 CHECKS = (LAW, FIRST, TOKENS, LOG_PROBS, GREEDY, *PROCESSORS, BIASES, MIN_TOKENS, END, STOPS, SEEDS, SWAPPED)
 """Names of checks, in their order in reports."""
@@ -145,7 +145,7 @@ class SwapsConfig(TaskConfig):
 
 
 _OF_SWAPS = {"task", "sampling", "seed", "prompt", "prompts", "device", "quiet", "timeouts", "dry_run", "resume"}
-"""Groups and settings that it reads, and two that every task without models refuses."""
+"""Groups and settings that `task=swaps` reads, and two that every task without models refuses."""
 
 
 def _problems_of_swaps(config: RunConfig, explicit: frozenset[str]) -> Iterator[str | NoEffect]:

@@ -1,4 +1,4 @@
-"""`task=swaps`: have the texts of two servers one law? The swap test of audits, without weights or tokenizer."""
+"""`task=swaps`: tests whether two servers' texts have one law, by the swap test of audits, without any weights."""
 
 from typing import TYPE_CHECKING, Any, cast
 

@@ -1,7 +1,7 @@
 """`task=audit`: asks a server for texts, reads them with the target and the draft, and judges them.
 
-Rank 0 asks; all ranks of the target read. The verdict is that of the worst check: a fault that was found, a law (an
-audit without it: any check) that could not be judged, or what held.
+Rank 0 asks; all ranks of the target read. The verdict is that of the worst check: first a fault that was found, then
+a law that could not be judged (without a check of the law, any check that could not), else that the checks held.
 """
 
 import math
@@ -51,7 +51,7 @@ _PATIENCE_S = 600.0
 
 
 def audit(session: Session, requests: list[PromptRequest]) -> None:
-    """Audit a server; raises InterruptedRun on every rank if stopped, and SspError for what could not be judged."""
+    """Audit a server; raises InterruptedRun on every rank if stopped, and SspError if the law could not be judged."""
     comm, task = session.world.comm, settings_of(session.config)
     comm.set_timeout(60 * task.minutes + _PATIENCE_S)
     found = _read(from_rank_0(comm, lambda: asdict(asking.gather(session, requests))))
@@ -78,7 +78,7 @@ def audit(session: Session, requests: list[PromptRequest]) -> None:
 
 
 def _read(record: Mapping[str, Any]) -> asking.Gathered:
-    """The same answers on every rank, as JSON has brought them."""
+    """Read the answers that rank 0 has sent to every rank as JSON."""
     found = asking.Gathered(**record)
 
     def answered(one: Parsed) -> Answered | str:
@@ -129,7 +129,7 @@ class _Judge:
         return self._shown if self._given is None else self._given
 
     def contexts(self) -> list[checks.SeenContext]:
-        """The contexts that speak most against the law."""
+        """Return the contexts that speak most against the law."""
         texts, scores = self._texts(LAW), self._scores.get(LAW, [])
         both = zip(texts, scores, strict=True)
         return checks.worst_contexts([(text.prompt_ids, text.token_ids, one.log_probs) for text, one in both])
@@ -157,7 +157,7 @@ class _Judge:
         checks.require_target(log_probs, sum(one.expected for one in scores))
 
     def _texts(self, check: str) -> list[SampledText]:
-        """The texts of a check whose tokens are known, the texts of a prompt after one another."""
+        """Return the texts of a check whose tokens are known, with all texts of a prompt in sequence."""
         known = [
             SampledText(
                 prompt_ids=prompt,
@@ -182,7 +182,7 @@ class _Judge:
         return score(self._session, texts, rounds=self._rounds(), **how)
 
     def _unjudged(self, check: str, sampling: SamplingConfig | None = None) -> list[TextScore]:
-        """The scores of texts without sums."""
+        """Return the scores of the texts of a check, without sums."""
         return self._score([replace(text, roles=(), stated=()) for text in self._texts(check)], sampling=sampling)
 
     def _sums(self, check: str) -> dict[str, Sum]:
@@ -191,7 +191,7 @@ class _Judge:
         return sums_of([one.sums for one in self._scores[check] if one.sums])
 
     def _rounding(self, texts: Sequence[SampledText], scores: Sequence[TextScore]) -> dict[str, float] | None:
-        """Rounding bound of the texts' log-probability sums: the user's, else the server's, else None."""
+        """Return the most by which rounding may have moved each sum: the user's bound, else the server's, else None."""
         found = [one.sums for one in scores if one.sums]
         both, most = zip(texts, scores, strict=True), self._variation
         stated = [one.sums for text, one in both if one.sums and len(text.stated) == len(text.token_ids)]
@@ -233,7 +233,7 @@ class _Judge:
         return checks.judge_tokens(came, expected, vocab_size=vocab_size, variation=self._variation)
 
     def _known(self, check: str, num_top: int) -> list[tuple[Answered, list[TokenLogprob]]]:
-        """Answers of a check with the target's own log-probabilities of their tokens."""
+        """Return the answers of a check with the target's own log-probabilities of their tokens."""
         chosen = [(prompt, one) for prompt, one in self._found.of(check) if one.ids][: asking.NUM_SCORED]
         config = replace(
             self._config, sampling=asking.plain(self._config.sampling), logprobs=num_top, prompt_logprobs=None

@@ -4,8 +4,8 @@
     logprobs.tokens         "token_id:198" (vLLM with return_tokens_as_token_ids), or the texts of tokens
     logprobs.content        bytes of tokens (llama.cpp, chats)
 
-A text of a token stands for an id only if no other token has the same bytes. A text alone has several encodings, of
-which a model may have drawn any: it is left out, and counted.
+The text of a token gives its id only if no other token has the same bytes. A text without tokens has several
+encodings, any of which the model may have drawn: it is left out, and counted.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,9 +30,9 @@ class Answered(NamedTuple):
     """An answer.
 
     Attributes:
-        ids: None if they cannot be told.
-        scored: empty without log-probabilities, or if their tokens cannot be told.
-        num_prompt: tokens of the prompt, as the server counts; None if it does not say.
+        ids: the ids of the text; None if they are not known.
+        scored: log-probabilities; empty if there are none, or if the ids of their tokens are not known.
+        num_prompt: number of tokens of the prompt, as the server counts; None if it does not say.
     """
 
     text: str
@@ -43,7 +43,7 @@ class Answered(NamedTuple):
 
 
 def ids_of(choice: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """The ids that a server gives with a text."""
+    """Return the ids that a server gives with a text; None if it gives none."""
     for name in ("token_ids", "tokens"):
         ids = choice.get(name)
         if isinstance(ids, list) and all(isinstance(one, int) for one in ids):
@@ -76,7 +76,7 @@ class TextReader:
         return Answered(text=text, ids=ids, finish=finish, scored=scored, num_prompt=usage.get("prompt_tokens"))
 
     def _named(self, found: Mapping[str, Any]) -> tuple[int, ...] | None:
-        """The ids by the names of tokens; one that no id or several have hides all."""
+        """Return the ids by the names of tokens; None if a name belongs to no id or to several."""
         pieces = next((found[name] for name in ("content", "tokens") if found.get(name) is not None), None)
         if not isinstance(pieces, list):
             return None

@@ -3,7 +3,7 @@
 Where two texts part, both tokens should be as good: verification computes several positions at once and may round
 differently from plain decoding, so two nearly equal logits can change their order. The suite passes if every text is
 equal or parts at such a near tie; of a reproducible run, whose logits have the same bits, only if every text is equal.
-It draws nothing, so it has no false alarms but for a near tie that is taken too narrow.
+It draws nothing, so its only false alarms are differences by rounding that exceed the bound of a near tie.
 """
 
 from collections.abc import Iterable, Iterator
@@ -55,7 +55,7 @@ def judge(evidence: Evidence) -> Evaluation:
 
 
 def _gap(evidence: Evidence, pair: CompletionPair) -> float:
-    """Difference of the log-probabilities of two tokens where the texts part; infinite where one of them ends."""
+    """Return how far apart the log-probabilities of both tokens are where the texts part; infinite if one text ends."""
     place = place_of_difference(pair)
     both = [evidence.log_probs[line.key] for line in pair]
     if place is None or any(place >= len(log_probs) for log_probs in both):

@@ -25,7 +25,7 @@ _ANSWER = re.compile(r"\s*(\d+)\b")
 
 
 def prompts(config: RunConfig) -> list[str]:
-    """Make prompts that depend on the seed alone: more of them begin with the same ones."""
+    """Make prompts that depend on the seed alone: a larger number of prompts begins with those of a smaller one."""
     products = [(first, second) for first in range(10, 100) for second in range(10, 100)]
     random.Random(config.seed).shuffle(products)
     made = []

@@ -1,9 +1,9 @@
 """`suite=distribution`: do plain and speculative samples of a run come from one distribution?
 
 Each prompt is sampled many times in both modes, with different seeds. Two tests swap the samples of pairs: one compares
-how often each token stands at a few fixed places, the other the log-likelihoods of whole samples under the target. The
-others compare the speculative samples with the target's own probabilities: for each score of `martingales`, the sum
-over all tokens. Each kind gets half of the rate of false alarms, in equal shares.
+how often each token occurs at a few fixed positions, the other the log-likelihoods of samples under the target. The
+remaining tests compare the speculative samples with the target's own probabilities, by the sum over all tokens of each
+score of `martingales`. Each of the two kinds gets half of the rate of false alarms, divided equally among its tests.
 """
 
 from collections.abc import Iterable, Iterator
@@ -21,9 +21,9 @@ FALSE_ALARM_RATE = 1e-3
 LEAST_POWER = 0.99
 """A verdict names the faults that it finds with a smaller probability."""
 PLACES = (0, 1, 2, 4, 8)
-"""New tokens that are counted; the first one follows the prompt."""
+"""Positions of new tokens at which tokens are counted; 0 is the first after the prompt."""
 MOST_APART = 1e-5
-"""The most total variation between processors and transformers' warpers, which round otherwise in fp32."""
+"""The most total variation between processors and transformers' warpers, which round differently in fp32."""
 NUM_SWAPS = 9999
 LEAST_SAMPLES = 20
 _ENDED = -1

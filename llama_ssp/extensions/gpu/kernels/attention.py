@@ -38,7 +38,7 @@ LOG2_E = 1.4426950408889634
 def _measures(  # type: ignore[no-untyped-def]
     first_queries, used, row, left, HAS_WINDOW: tl.constexpr, PARTS: tl.constexpr, SLOTS: tl.constexpr
 ):
-    """A row's first query, its queries, its slots, the slot where its first part begins, and the slots of a part."""
+    """Return a row's first query, its numbers of queries and slots, the slot where part 0 begins, and a part's size."""
     first = tl.load(first_queries + row)
     num_queries = tl.load(first_queries + row + 1) - first
     length = tl.load(used + row)
@@ -55,7 +55,7 @@ KINDS = {torch.int8: 1, torch.float8_e4m3fn: 2}
 
 @triton.jit  # type: ignore[untyped-decorator]
 def unpacked(rows, starts, dims, is_slot, dtype: tl.constexpr, HEAD_DIM: tl.constexpr, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The keys or values that begin at some places."""
+    """Return the keys or values that begin at some addresses, unpacked."""
     numbers = tl.load(
         rows + starts[:, None] + dims[None, :], mask=is_slot[:, None] & (dims < HEAD_DIM)[None, :], other=0
     )
@@ -244,7 +244,7 @@ def attend(
 ) -> Tensor:
     """A `VarlenAttention` for at most `MOST_ROWS` / G queries of a sequence; keys and values have the same strides.
 
-    They are kept as `kept` says; None for the queries' dtype.
+    Keys and values are kept as `kept` says; None means in the queries' dtype.
     """
     num_queries, num_heads, head_dim = queries_QHD.shape
     num_kv_heads, num_sequences = keys_SNW.shape[1], len(sequences.used_C)

@@ -22,7 +22,7 @@ _UNITS_OF_A_PROGRAM = 1024
 def add_norm_kernel(  # type: ignore[no-untyped-def]
     x, added, ids, weight, normed, width, eps, WIDTH: tl.constexpr, PDL: tl.constexpr
 ):
-    """Add to one row of x, in place, if there is something to add, and normalize it; with ids x is rows of `added`."""
+    """Add `added`, if given, to one row of x in place, and normalize the row; with ids, x becomes rows of `added`."""
     places = tl.arange(0, WIDTH)
     is_place = places < width
     row = tl.program_id(0).to(tl.int64) * width + places
@@ -45,7 +45,7 @@ def add_norm_kernel(  # type: ignore[no-untyped-def]
 def add_norm(
     x_ME: Tensor, added_ME: Tensor | None, weight_E: Tensor, eps: float, *, ids_M: Tensor | None = None
 ) -> Tensor:
-    """Add to x in place, if there is something to add, and return its RMS norm.
+    """Add `added_ME`, if given, to x in place, and return the RMS norm of x.
 
     With ids, x becomes rows `ids` of `added_ME`, which is an embedding (V, E) then, contiguous.
     """
@@ -204,11 +204,11 @@ def rotate_write(
     Args:
         qkv_MXD: queries, keys and values of all tokens, contiguous.
         turns_SP2: cosines and sines of each position, fp32.
-        positions_BT: of the tokens, contiguous.
+        positions_BT: positions of the tokens, contiguous.
         parts: the layer's part of the cache; see `LayerBuffer`.
-        heads: of the layer.
-        slots_M: of the tokens, among the slots of all rows; None if row b is row b of the cache.
-        norms: of query heads and of key heads, in models that have them.
+        heads: the heads of the layer.
+        slots_M: slots of the tokens, among the slots of all rows; None if row b is row b of the cache.
+        norms: norms of query heads and of key heads, in models that have them.
         kept: how keys and values are kept; None for their own dtype.
     """
     num_tokens, num_all, head_dim = qkv_MXD.shape

@@ -3,9 +3,10 @@
     between products    | weights | release, wait | all else                      |
     product                                | first weights | wait | sums | release | results |
 
-A kernel that is launched with the options of `chained` calls `wait` in each program, before it reads what another
-kernel writes, and returns from it when all kernels before have ended. The next one may start when all programs have
-called `release`. Launched alone, both do nothing. Nothing writes weights meanwhile, so they may be read before.
+A kernel that is launched with the options of `chained` calls `wait` in each program before it reads what another
+kernel writes; `wait` returns when all earlier kernels have ended. The next kernel may start when all programs have
+called `release`. In an ordinary launch both functions do nothing. No kernel writes weights, so a kernel may read them
+before `wait`.
 
 Source: CUDA's programming guide, programmatic dependent launch and synchronization.
 """

@@ -91,7 +91,7 @@ def sum_blocks(  # type: ignore[no-untyped-def]
     DRAWS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Sum the integer units of one block of one row; pick a token of it too if it `DRAWS`, by the second uniform."""
+    """Sum the integer units of one block of one row; with `DRAWS` also pick a token of it, by the second uniform."""
     block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     tokens = block * TOKENS + tl.arange(0, TOKENS)
     release(PDL)
@@ -203,7 +203,7 @@ def draw_in_blocks(weights_BV: Tensor, uniforms_BP: Tensor, units: float, tokens
 
 
 def _summed(weights_BV: Tensor, uniforms_BP: Tensor, *, units: float, tokens: int, num_kinds: int) -> Tensor:
-    """The units of each block, and with two kinds of numbers a token of it too, int64 (B, kinds, C)."""
+    """Return the units of each block, and with two kinds of numbers also a token of it, int64 (B, kinds, C)."""
     batch_size, vocab_size = weights_BV.shape
     num_blocks = triton.cdiv(vocab_size, tokens)
     found = torch.empty(batch_size, num_kinds, num_blocks, dtype=torch.int64, device=weights_BV.device)

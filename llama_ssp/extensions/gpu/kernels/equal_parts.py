@@ -28,16 +28,16 @@ from llama_ssp.extensions.gpu.kernels.chain import chained, release, wait
 from llama_ssp.kernels.parts import KeptRows, Sequences, left_of
 
 _WIDTH, _JOINED = 32, 32
-"""Dimensions of a program that joins, and the parts that it reads at once."""
+"""Dimensions that a program of `join_parts` computes, and the parts that it reads at once."""
 _MOST_GROUPS = 65535
-"""Programs along the last axis of a grid."""
+"""The most programs along the last axis of a grid."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _group(  # type: ignore[no-untyped-def]
     first_queries, used, left, number, num_groups, HAS_WINDOW: tl.constexpr, POSITIONS: tl.constexpr
 ):
-    """A group's row, its first query, its queries, its slots up to the last query's own, and the first that is seen."""
+    """Return a group's row, first query, number of queries, slots up to the last query's own, and first seen slot."""
     row = number // num_groups
     last = tl.load(first_queries + row + 1)
     first = tl.load(first_queries + row) + number % num_groups * POSITIONS

@@ -4,9 +4,9 @@
     1          `row_kernel`, by fused multiply-add          8 outputs x 1024 inputs in registers, one step ahead
     2 to 16    `linear`, as for 8 and 4 bits                16 outputs x 512 inputs in shared memory, two steps ahead
 
-`row_kernel` reads its first weights while the kernel before it ends. Where the last few of its blocks would run alone,
-the other one takes one row too. From 2 rows on a row has the same bits, whatever the others hold.
-`find_halves` says where both are used.
+`row_kernel` reads its first weights while the kernel before it ends. Where its last few blocks would run alone, the
+kernel of `linear` computes a single row too. From 2 rows on, the bits of a row do not depend on other rows.
+`find_halves` decides where both are used.
 
 Shapes: M rows, I inputs, O outputs.
 """

@@ -11,10 +11,11 @@ second kernel adds the parts. `tiles_of` chooses both. Blocks that read the same
 A row's sum has one order, whatever rows are next to it: tiles of 8, 16 and 32 rows use the same instruction, and the
 inputs of a warp and a split depend on the matrix alone.
 
-In int4 the inputs of a warp are one group of `weights.byte_rows`: its first half is in the low halves of bytes, the
-others in the high halves, so that both are multiplied where they are. The warp scales their sum. So it does in FP8,
-where its inputs are half a group. A number's bits, moved, are of an fp16 number that is 2^-8 times as large; of a float
-of 4 bits 2^-14 times. A warp has 32 such floats, whose halves have scales of their own in NVFP4.
+In int4 the inputs of a warp are one group of `weights.byte_rows`: the first half of the group is in the low halves of
+bytes, the second in the high halves, so that both are multiplied where they are. The warp scales their sum. In FP8,
+where a warp's inputs are half a group, it scales their sum too. The bits of an FP8 number, shifted, are those of an
+fp16 number that is 2^-8 times as large; for a 4-bit float 2^-14 times. A warp has 32 such floats, and in NVFP4 each
+half of them has its own scale.
 
 Experts are matrices of one shape whose outputs follow each other. The rows of a block are then pairs of a
 token and an expert, the same one, which `choose` finds without the host; there are as many blocks as there may be.
@@ -85,7 +86,7 @@ _HALVES_TO_BF16 = tl.constexpr(
     .replace("0xbc00bc00", "0xbf80bf80")
     .replace("f16x2", "bf16x2")
 )
-"""The same in bf16: 0x4300 | code is 128 + code."""
+"""The low and the high halves of four bytes in bf16, less their zeros: 0x4300 | code is 128 + code."""
 _ZERO_BITS = tl.constexpr(INT4_ZERO_BITS)
 
 
@@ -422,7 +423,7 @@ def _as_bytes(numbers: Tensor) -> Tensor:
 
 
 WARP_INPUTS = 64
-"""Inputs of a warp in a step where others have not been measured."""
+"""Inputs of a warp in a step, unless another number was measured to be faster."""
 STEP = 512
 """Inputs that all warps read in a step."""
 _LEAST_SAVED = 4
@@ -438,13 +439,13 @@ class Tiles(NamedTuple):
     """Tiles of a product.
 
     Attributes:
-        rows: of a block, padded.
-        outputs: of a block.
-        split_inputs: of a split over the inputs, a multiple of STEP.
-        warp_inputs: of a warp in a step.
-        num_warps: of a block.
-        num_stages: steps on their way, and the one that is computed.
-        grid: blocks over rows, outputs and splits.
+        rows: rows of a block, padded.
+        outputs: outputs of a block.
+        split_inputs: inputs of a split, a multiple of STEP.
+        warp_inputs: inputs of a warp in a step.
+        num_warps: warps of a block.
+        num_stages: number of steps that are being loaded, plus the one that is computed.
+        grid: numbers of blocks over rows, outputs and splits.
     """
 
     rows: int
@@ -507,10 +508,10 @@ class Chosen(NamedTuple):
     """The pairs of tokens and experts, in blocks; see `choose`.
 
     Attributes:
-        experts_P: of the pairs; a token's follow each other.
-        blocks_NR: int32; of each block its expert, the number of its pairs, and these; the number is 0 after the last.
-        num_experts: that are here.
-        num_chosen: of a token.
+        experts_P: experts of the pairs; the pairs of a token follow each other.
+        blocks_NR: int32; for each block its expert, its number of pairs, and the pairs; unused blocks have 0 pairs.
+        num_experts: number of experts on this rank.
+        num_chosen: number of experts that a token chooses.
     """
 
     experts_P: Tensor
@@ -563,12 +564,13 @@ def product_of_few_rows(
     Args:
         x_MI: inputs in fp32, bf16 or fp16; with `chosen` of the tokens, or of the pairs (P, I).
         weight_OI: int8, E4M3 or the dtype of x (O, I), or the bytes of codes (O, I / 2) in uint8; contiguous.
-        scales: of the outputs (O,), in fp32; of E4M3 of the groups (G, O), of int4 their words, of floats of 4 bits of
-            the groups in E8M0 or E4M3; rows are contiguous. None for weights in the dtype of x.
-        scales_O: of the outputs of floats of 4 bits, in fp32.
-        bias_O: in the dtype of x, as the residual; None for no bias.
-        residual_MO: None for no residual.
-        chosen: experts of the tokens; None for one matrix.
+        scales: scales of the outputs (O,), in fp32; for E4M3 those of the groups (G, O), for int4 the words of groups,
+            for floats of 4 bits those of the groups in E8M0 or E4M3; rows are contiguous. None for weights in the dtype
+            of x.
+        scales_O: scales of the outputs of floats of 4 bits, in fp32.
+        bias_O: the bias, in the dtype of x like the residual; None for no bias.
+        residual_MO: the residual; None for no residual.
+        chosen: the experts of the tokens; None for one matrix.
     """
     x_MI = x_MI.contiguous()
     residual_MO = None if residual_MO is None else residual_MO.contiguous()

@@ -265,13 +265,13 @@ def recur(
 
     Args:
         x_BTX: the projected tokens.
-        decays: before their functions, (B, T, key heads, heads of each), or (B, T, H * N).
-        rates: of the delta rule likewise; None without one.
+        decays: decays before their functions, (B, T, key heads, heads of each), or (B, T, H * N).
+        rates: rates of the delta rule, also before their function; None without a delta rule.
         layout: see `HeadLayout`.
         places: see `Places`; T is at most R.
         mixer: has `conv1d`, `A_log`, `dt_bias`, and may have `D` and `time_step_limit`.
-        dtype: of the outputs.
-        rate_factor: of the rates.
+        dtype: dtype of the outputs.
+        rate_factor: factor of the rates.
 
     Returns:
         The outputs (B, T, H, P).

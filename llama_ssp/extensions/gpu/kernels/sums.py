@@ -1,12 +1,12 @@
-"""Sums over ranks in one launch, in Triton, over memory that the GPUs of a node have mapped of each other.
+"""Sums over ranks in one launch, in Triton, through memory of each GPU that the other GPUs of the node have mapped.
 
 Each program takes a row or a chunk: it copies its own part to a slot of this rank's memory, says so in the flags of all
 ranks, waits for theirs, and adds the parts in the order of the ranks, so that all of them have the same bits.
 
     memory of a rank    | slots of even sums | slots of odd sums | flags: a count for each slot and rank |
 
-A rank overwrites a slot after it has seen all flags of the sum between, which each rank raised once it had read the
-slot. A slot has one place whatever the shape, since flags of other slots say nothing about it. Counts wrap around.
+A rank overwrites a slot only after it has seen all flags of the sum in between, which each rank raised once it had read
+the slot. A slot has the same place for all shapes, since flags of other slots say nothing about it. Counts wrap around.
 
 Shapes: M rows, E width, R ranks.
 """
