@@ -298,7 +298,7 @@ class Pair:
             bad_words: texts that are not written: the token that would complete the ids of one has probability 0.
             min_new_tokens: no end-of-sequence token before this number of new tokens.
             sampling: "model" takes the target's generation_config.json, as transformers' `generate` does, for
-                temperature, top_k, top_p, min_p and repetition_penalty where they have their defaults.
+                temperature, filters and penalties that transformers has, where they have their defaults.
             seed: the same seed gives the same text. A prompt's text depends on the seed, its tokens, and how many equal
                 prompts came before it in the list, as in `llama-ssp run`.
             num_samples: completions of each prompt, which follow one another in the result.
