@@ -76,7 +76,7 @@ def forwards_alone_s(decoder: Decoder, *, contexts: Sequence[int]) -> tuple[floa
     score = Traced[Tensor](reads=reads)
 
     def draft() -> object:
-        drafting = round_.stages(choice, bucket=bucket).draft
+        drafting = round_.make_stages(choice, (False, False), None, False, bucket).draft
         assert drafting, "a speculative decoder"
         return decoder.executor.run(drafting, state)
 

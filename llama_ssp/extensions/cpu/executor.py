@@ -24,6 +24,7 @@ class TracedExecutor(Executor):
     repeats_prompts = False
 
     def __init__(self, round_: Round) -> None:
+        super().__init__()
         self._round = round_
         self.traced: dict[str, Traced[Any]] = {}
         self._forms: dict[Any, Any] = {}

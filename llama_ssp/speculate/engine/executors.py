@@ -123,6 +123,7 @@ class GraphExecutor(Executor):
     replays_addresses = True
 
     def __init__(self, round_: Round, *, recorder: Recorder) -> None:
+        super().__init__()
         self.failed: set[tuple[str, Hashable]] = set()
         self._round, self._comm = round_, round_.verifier.comm
         self._recorder = recorder

@@ -138,12 +138,27 @@ class Executor:
     replays_addresses = False
     repeats_prompts = True
 
+    def __init__(self) -> None:
+        # Kept here, since a round that kept its stages would refer to itself, and its models would outlive it.
+        self.stages = lru_cache(_MOST_STAGES)(_make_stages)
+
     def run(self, stage: Stage, state: BatchState, *values: Values) -> Values:
         """Run a stage, by its function or by an equal computation; returns the result."""
         return stage.function(state, *values)
 
     def make_room(self) -> None:
         """Drop graphs whose tensors were reallocated. Collective."""
+
+
+def _make_stages(  # noqa: PLR0917 - a key of the stages
+    round_: "Round",
+    choice: DraftChoice,
+    leads: tuple[bool, bool],
+    steps: RowSteps | None,
+    has_masks: bool,
+    bucket: int,
+) -> Stages:
+    return round_.make_stages(choice, leads, steps, has_masks, bucket)
 
 
 class Round:
@@ -187,7 +202,6 @@ class Round:
         self.masks = TokenMasks(self.max_tokens_per_round, target.vocab_size, target.device) if has_masks else None
         self.last_and_drafted_W = torch.arange(-1, num_draft_tokens, device=target.device)
         self.uniforms = UniformTable(num_draft_tokens, target.device)
-        self.stages = lru_cache(_MOST_STAGES)(self._make_stages)
         self._parts = [part for part in (target, taps, self.masks, *drafters) if part is not None]
         self._inputs_4M = torch.zeros(4, SHORT_PROMPTS[-1], dtype=torch.int64, device=target.device)
         if self.tree:
@@ -214,7 +228,7 @@ class Round:
         """
         clock.start()
         leads = self._lead(constraints, choice) if constraints and choice.num_tokens else (False, False)
-        stages = self.stages(choice, leads, self.steps, has_masks=bool(constraints), bucket=bucket)
+        stages = executor.stages(self, choice, leads, self.steps, bool(constraints), bucket)
         draft = Draft(state.tokens_BS[:, :0])  # plain decoding
         if stages.draft:
             draft = executor.run(stages.draft, state)
@@ -223,7 +237,7 @@ class Round:
                 number = int(draft.num_B1.max())
                 if number < choice.num_tokens:
                     draft = draft.first(number)
-                    stages = self.stages(choice._replace(num_tokens=number), leads, self.steps, bucket=bucket)
+                    stages = executor.stages(self, choice._replace(num_tokens=number), leads, self.steps, False, bucket)
         if constraints and self.masks:  # which the host makes while the target reads
             own = self.verifier.rows_with_masks(len(constraints))
             drafted = Drafted.of(draft, self.verifier.comm) if own.start < own.stop and stages.draft else None
@@ -249,13 +263,12 @@ class Round:
             self.masks.begin(self.verifier.own_rows(len(constraints)), constraints)
         return heeds, not (heeds and self.masks.follows_drafts) and self.masks.force(constraints, choice.num_tokens)
 
-    def _make_stages(
+    def make_stages(
         self,
         choice: DraftChoice,
-        leads: tuple[bool, bool] = (False, False),
-        steps: RowSteps | None = None,
-        *,
-        has_masks: bool = False,
+        leads: tuple[bool, bool],
+        steps: RowSteps | None,
+        has_masks: bool,
         bucket: int,
     ) -> Stages:
         """The stages of rounds; `leads` says whether drafts have masks, and forced tokens."""

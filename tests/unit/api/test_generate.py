@@ -1,8 +1,10 @@
 """What `Pair.generate` takes, gives and keeps."""
 
+import gc
 import json
 import os
 import sys
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -112,6 +114,20 @@ def test_a_round_runs_few_functions(pair: Pair) -> None:
     calls = [partial(pair.generate, [5, 6, 7, 8, 9, 10], max_new_tokens=number) for number in (16, 48)]
     (few, num_few), (more, num_more) = map(functions_of_ours, calls)
     assert (more - few) / (num_more - num_few) < 78
+
+
+def test_a_pair_is_gone_with_its_last_reference() -> None:
+    """Its models would else take memory until Python looks for objects that refer to each other."""
+    made = llama_ssp.load("tiny", "tiny-draft")
+    made.generate([5, 6, 7], max_new_tokens=4)
+    target = weakref.ref(made.models.target)
+    gc.collect()
+    gc.disable()
+    try:
+        del made
+        assert target() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("temperature", [heavy(0.0), 0.8])
