@@ -140,7 +140,7 @@ class Executor:
 
     def __init__(self) -> None:
         # Kept here, since a round that kept its stages would refer to itself, and its models would outlive it.
-        self.stages = lru_cache(_MOST_STAGES)(_make_stages)
+        self.stages = lru_cache(_MOST_STAGES)(lambda round_, *key: round_.make_stages(*key))
 
     def run(self, stage: Stage, state: BatchState, *values: Values) -> Values:
         """Run a stage, by its function or by an equal computation; returns the result."""
@@ -148,17 +148,6 @@ class Executor:
 
     def make_room(self) -> None:
         """Drop graphs whose tensors were reallocated. Collective."""
-
-
-def _make_stages(  # noqa: PLR0917 - a key of the stages
-    round_: "Round",
-    choice: DraftChoice,
-    leads: tuple[bool, bool],
-    steps: RowSteps | None,
-    has_masks: bool,
-    bucket: int,
-) -> Stages:
-    return round_.make_stages(choice, leads, steps, has_masks, bucket)
 
 
 class Round:
